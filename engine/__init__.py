@@ -1,0 +1,1 @@
+"""Sessions: the model, the scheduler and the engine loop."""

@@ -1,0 +1,288 @@
+"""What the daemon and the engine worker say to one another.
+
+Frames on a Unix socket: a 4-byte little-endian length, then one msgspec (MessagePack) message.
+Token ids travel as little-endian int32 bytes. No torch here: the daemon imports this.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of all messages; the class name is the tag."""
+
+
+# ---------------------------------------------------------------- values
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token is drawn. temperature 0 is greedy; top_k 0 and top_p 1 are off.
+
+    Noise is a function of (seed, position), so a run can be repeated.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: off; n: the chosen token's and the n best
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request's prompt tokens came from; the four sum to ``prompt_tokens``.
+
+    ``replayed_tokens`` were computed again without writing pages (bounded replay); they are
+    part of the reused ones' price, not of the sum.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    device_tokens: int
+    host_tokens: int
+    store_tokens: int
+    computed_tokens: int
+    replayed_tokens: int = 0
+    miss_reason: str | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Log probability of a drawn token, and the best alternatives as (id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+# ---------------------------------------------------------------- daemon to worker
+class OpenSession(Message):
+    """Make a session known with its words so far; nothing is computed."""
+
+    session_id: str
+    salt: str = ""
+    token_ids: bytes = b""
+    tail_key: bytes | None = None  # 32 bytes: a tail that suspend wrote to the store
+
+
+class ForkSession(Message):
+    """Copy a session at its current end, or at token ``at``. Answered by Ack."""
+
+    op_id: int
+    source_id: str
+    session_id: str
+    at: int | None = None
+
+
+class Submit(Message):
+    """Append tokens to a session and generate. max_tokens 0: only compute the prompt.
+
+    An append alone leaves the last token pending, so that a later generate computes it.
+    """
+
+    request_id: str
+    session_id: str
+    append_ids: bytes = b""
+    max_tokens: int = 0
+    sampling: Sampling = msgspec.field(default_factory=Sampling)
+    ephemeral: bool = False  # close the session when the request ends
+    credit: int = 1 << 30  # tokens that may be sent before more Credit arrives
+
+
+class Credit(Message):
+    """The client has read: ``tokens`` more may be sent."""
+
+    request_id: str
+    tokens: int
+
+
+class Cancel(Message):
+    request_id: str
+
+
+class SuspendSession(Message):
+    """Write tail (and, for the store, all pages) down; Ack when durable."""
+
+    op_id: int
+    session_id: str
+    tier: Literal["host", "store"] = "store"
+
+
+class ResumeSession(Message):
+    """Bring pages and tail back before the next request. Ack when on the device."""
+
+    op_id: int
+    session_id: str
+
+
+class RewindSession(Message):
+    """Forget every token from ``to`` on."""
+
+    op_id: int
+    session_id: str
+    to: int
+
+
+class CloseSession(Message):
+    """Forget a session. Blocks from ``drop_from`` on are no other session's: their cached
+    and stored bytes go too. None: keep them cached."""
+
+    op_id: int
+    session_id: str
+    drop_from: int | None = None
+
+
+class PinSession(Message):
+    """Promise that a session's pages stay in host memory (pin) or withdraw it (unpin)."""
+
+    op_id: int
+    session_id: str
+    pinned: bool
+
+
+class AskResidency(Message):
+    op_id: int
+    session_id: str
+
+
+class AskResumePoints(Message):
+    op_id: int
+    session_id: str
+
+
+class LookupPrefix(Message):
+    """How much of these tokens is cached. Holds nothing. Ack with a Matched."""
+
+    op_id: int
+    token_ids: bytes
+    salt: str = ""
+
+
+class PurgeSalt(Message):
+    """Remove every cached and stored byte of one tenant."""
+
+    op_id: int
+    salt: str
+
+
+class AskStats(Message):
+    op_id: int
+
+
+class Audit(Message):
+    """Run every invariant check; Ack carries the failure, if any."""
+
+    op_id: int
+
+
+class Drain(Message):
+    """Finish nothing new; suspend every session to the store, then Ack."""
+
+    op_id: int
+    deadline_s: float
+
+
+# ---------------------------------------------------------------- worker to daemon
+class Ready(Message):
+    """The worker serves. ``plan``: (name, bytes) of every pool."""
+
+    model_id: str
+    vocab_size: int
+    context_length: int
+    has_tokenizer: bool
+    eos_token_ids: tuple[int, ...]
+    identity: str
+    plan: tuple[tuple[str, int], ...]
+
+
+class LoadProgress(Message):
+    stage: str
+    done: int
+    total: int
+
+
+class Progress(Message):
+    """A long prefill goes on: ``done`` of ``total`` tokens to compute."""
+
+    request_id: str
+    done: int
+    total: int
+
+
+class Tokens(Message):
+    """Newly drawn tokens. ``text`` is whole UTF-8 characters, held back while undecided."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Done(Message):
+    """A request's end. ``text`` is what was still held back."""
+
+    request_id: str
+    finish_reason: Literal["stop", "length", "cancelled"]
+    usage: Usage
+    text: str = ""
+    stop_sequence: str | None = None
+
+
+class Failed(Message):
+    """A request's end, with a code of tiering/errors.py."""
+
+    request_id: str
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+
+class TierBytes(msgspec.Struct, frozen=True):
+    """One cell of a session's residency: tokens and bytes of one group in one tier."""
+
+    group: str
+    tier: str
+    tokens: int
+    bytes: int
+
+
+class Matched(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of a lookup: tokens whose pages are cached, and by tier."""
+
+    matched_tokens: int
+    reusable_tokens: int
+    device_tokens: int
+    host_tokens: int
+    store_tokens: int
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and counters, by metric name without the ``tierd_`` prefix."""
+
+    gauges: dict[str, float]
+    counters: dict[str, float]
+
+
+class Ack(Message):
+    """Answer to a message with an op_id; ``code`` names the error if it failed."""
+
+    op_id: int
+    code: str | None = None
+    message: str = ""
+    retry_after_s: float | None = None
+    tail_key: bytes | None = None
+    positions: tuple[int, ...] = ()
+    residency: tuple[TierBytes, ...] = ()
+    matched: Matched | None = None
+    stats: Stats | None = None
+
+
+ToWorker = (
+    OpenSession | ForkSession | Submit | Credit | Cancel | SuspendSession | ResumeSession | RewindSession
+    | CloseSession | PinSession | AskResidency | AskResumePoints | LookupPrefix | PurgeSalt | AskStats | Audit | Drain
+)
+ToDaemon = Ready | LoadProgress | Progress | Tokens | Done | Failed | Ack
+
+FRAME_BYTES_MAX = 64 << 20

@@ -1,0 +1,98 @@
+"""What a prefix store does, whatever is behind it.
+
+A store holds three kinds of immutable objects, named by identity (which weights, row format
+and layout made them), tenant (the caller's salt) and a 32-byte digest:
+
+- ``PAGE``: one mirror page; the digest is the chained hash of the block.
+- ``RESUME``: one resume point; the digest is that of the last block before it.
+- ``TAIL``: a suspended session's tail; the digest names session and content.
+
+Objects are published whole or not at all. Every call is thread-safe and blocks; callers bound
+it with threads of their own. A store that is down raises ``StoreUnavailable`` within its
+deadline; bytes that fail a check raise ``TransferFailed`` and are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+
+class ObjectKind(IntEnum):
+    """Numbers are on disk: never change one."""
+
+    PAGE = 1
+    RESUME = 2
+    TAIL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectKey:
+    """Name of one object within a store's identity. ``digest``: 32 bytes."""
+
+    kind: ObjectKind
+    tenant: str
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """One object to write. ``parent`` is the digest of the block before it, or None.
+
+    A page whose parent is not stored is refused: catalogues hold contiguous runs only.
+    """
+
+    key: ObjectKey
+    parent: bytes | None
+    payload: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """Gauges and counters of a store. Counters never go down while it is open."""
+
+    up: bool
+    objects: int
+    bytes_used: int
+    bytes_max: int
+    bytes_written: int
+    bytes_read: int
+    checksum_failures: int
+    evicted_objects: int
+
+
+class PrefixStore(Protocol):
+    """Durable, checksummed, bounded, content-addressed."""
+
+    @property
+    def identity(self) -> bytes:
+        """Digest of everything that the bytes depend on; other identities are invisible."""
+
+    def has(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Whether each object can be read now. No payload is read; holds nothing."""
+
+    def get(self, key: ObjectKey, into: memoryview) -> bool:
+        """Read one object into ``into`` (exactly its length). False: not there.
+
+        Raises TransferFailed (short, wrong length, wrong checksum), StoreUnavailable.
+        """
+
+    def put(self, objects: Sequence[StoredObject]) -> None:
+        """Write objects, parents first; durable when it returns. Those present are skipped.
+
+        Raises StoreUnavailable (down, or no space left).
+        """
+
+    def delete(self, keys: Iterable[ObjectKey]) -> int:
+        """Remove objects and their bytes; returns how many there were."""
+
+    def delete_tenant(self, tenant: str) -> int:
+        """Remove every object of a tenant."""
+
+    def usage(self) -> StoreUsage:
+        """Current gauges."""
+
+    def close(self) -> None:
+        """Flush and release the store. Further calls raise StoreUnavailable."""
