@@ -1,0 +1,61 @@
+"""What the GPU tests share: skipped, and said so, without a card; fresh random data each run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: runs on an NVIDIA GPU; skipped without one")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip = pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no GPU: torch.cuda is not available"
+    )
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The card under test."""
+    return torch.device("cuda")
+
+
+@pytest.fixture
+def seed() -> Iterator[int]:
+    """A fresh seed each run; $GPU_TEST_SEED replays one. Printed when the test fails."""
+    value = int(os.environ.get("GPU_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
+    print(f"GPU_TEST_SEED={value}")
+    torch.manual_seed(value)
+    yield value
+
+
+@pytest.fixture
+def rng(seed: int) -> torch.Generator:
+    """A generator on the card, from ``seed``."""
+    return torch.Generator("cuda").manual_seed(seed)
+
+
+@pytest.fixture
+def poison() -> Callable[[Tensor], Tensor]:
+    """Fills memory with what no op may leave behind: NaN, or bytes 0xAB (int32: below -1)."""
+
+    def fill(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and tensor.element_size() > 1:
+            return tensor.fill_(float("nan"))
+        tensor.view(torch.uint8).fill_(0xAB)
+        return tensor
+
+    return fill
