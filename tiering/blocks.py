@@ -1,0 +1,87 @@
+"""Tokens to blocks: 256 tokens' content, named by a chained hash.
+
+``hash[i] = BLAKE3(hash[i-1] || tokens of block i as int32 LE)``; the chain starts at a root
+made of the store identity and the tenant's salt, so equal tokens under another model, layout
+or tenant never share a name.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+BLOCK_TOKENS = 256
+TokenArray = npt.NDArray[np.int32]
+
+
+def chain_root(identity: bytes, salt: str) -> bytes:
+    """The hash before block 0. ``identity``: 32 bytes; ``salt``: the tenant's, may be empty."""
+    hasher = blake3(derive_key_context="dsv4-tierd block chain root v1")
+    hasher.update(identity)
+    hasher.update(salt.encode())
+    return hasher.digest()
+
+
+def block_hash(parent: bytes, tokens: bytes | memoryview) -> bytes:
+    """Name of the block with these 256 int32 LE tokens after ``parent``; 32 bytes."""
+    return blake3(parent + bytes(tokens)).digest()
+
+
+class Transcript:
+    """A session's token ids, and the hashes of its whole blocks, kept in step.
+
+    A fork shares the buffer until one side writes past the end.
+    """
+
+    __slots__ = ("_hashes", "_length", "_shared", "_tokens", "root")
+
+    def __init__(self, root: bytes, tokens: TokenArray | None = None) -> None:
+        self.root = root
+        self._tokens: TokenArray = np.empty(0, np.int32) if tokens is None else tokens.astype("<i4")
+        self._length = len(self._tokens)
+        self._shared = False
+        self._hashes: list[bytes] = []
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def tokens(self) -> TokenArray:
+        """[length] int32 view; not to be written to, valid until the next change."""
+        return self._tokens[: self._length]
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """Hash of every whole block, computed up to now."""
+        for index in range(len(self._hashes), self._length // BLOCK_TOKENS):
+            parent = self._hashes[-1] if self._hashes else self.root
+            block = self._tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
+            self._hashes.append(block_hash(parent, block.tobytes()))
+        return self._hashes
+
+    def append(self, tokens: TokenArray) -> None:
+        """Add tokens at the end; amortised O(new)."""
+        end = self._length + len(tokens)
+        if end > len(self._tokens) or self._shared:
+            grown = np.empty(max(end, len(self._tokens) * 3 // 2, 1024), np.int32)
+            grown[: self._length] = self.tokens
+            self._tokens, self._shared = grown, False
+        self._tokens[self._length : end] = tokens
+        self._length = end
+
+    def truncate(self, length: int) -> None:
+        """Forget every token from ``length`` on."""
+        assert 0 <= length <= self._length, (length, self._length)
+        self._length = length
+        del self._hashes[length // BLOCK_TOKENS :]
+
+    def fork(self, at: int | None = None) -> Transcript:
+        """A second transcript with the same tokens up to ``at``; copies no token."""
+        twin = Transcript(self.root)
+        twin._tokens, twin._length = self._tokens, self._length
+        twin._hashes = list(self._hashes)
+        twin._shared = self._shared = True
+        if at is not None:
+            twin.truncate(at)
+        return twin
