@@ -1,0 +1,42 @@
+"""What the daemon tells the engine worker at start: one JSON object, ``--config``. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+GIB = 1 << 30
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine's part of the configuration. Sizes are bytes; lengths are tokens.
+
+    ``store`` is ``none`` or ``disk:PATH``. ``hot_rows`` None: as many as the device budget
+    allows. ``chunk_tokens`` never depends on a budget, so that answers do not either.
+    """
+
+    model: str
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    kv_dtype: Literal["auto", "fp8", "bf16", "fp32"] = "auto"
+    tiering: Literal["hisparse", "resident", "off"] = "hisparse"
+    device_budget_bytes: int = GIB
+    host_budget_bytes: int = 4 * GIB
+    pin_budget_bytes: int = 2 * GIB
+    resume_budget_bytes: int = GIB // 2
+    hot_rows: int | None = None
+    idle_tails: int = 64
+    store: str = "none"
+    store_bytes_max: int = 64 * GIB
+    chunk_tokens: int = 512
+    max_batch: int = 8
+    queue_max: int = 64
+    max_tokens_default: int = 8192
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @staticmethod
+    def from_json(text: str | bytes) -> EngineConfig:
+        """Raises msgspec.ValidationError on an unknown key or a wrong type."""
+        return msgspec.json.decode(text, type=EngineConfig)
