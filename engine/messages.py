@@ -87,6 +87,7 @@ class Submit(Message):
     append_ids: bytes = b""
     max_tokens: int = 0
     sampling: Sampling = msgspec.field(default_factory=Sampling)
+    expected_tokens: int | None = None  # session length before the append; else precondition_failed
     ephemeral: bool = False  # close the session when the request ends
     credit: int = 1 << 30  # tokens that may be sent before more Credit arrives
 

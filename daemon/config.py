@@ -1,0 +1,210 @@
+"""Every setting of ``serve``: flag, key of the TOML file, ``DSV4_TIERD_*`` variable, one name.
+
+Later wins: default, file, environment, flag. An unknown key is an error that names it.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+import psutil
+
+from dsv4_tierd.engine.config import EngineConfig
+from dsv4_tierd.tiering.errors import InvalidRequest
+from dsv4_tierd.tiering.units import parse_bytes
+
+ENV_PREFIX = "DSV4_TIERD_"
+NOT_SETTINGS = frozenset({"DSV4_TIERD_CACHE"})  # read elsewhere
+GIB = 1 << 30
+
+Device = Literal["auto", "cpu", "cuda"]
+Tiering = Literal["hisparse", "resident", "off"]
+RowFormat = Literal["auto", "fp8", "bf16", "fp32"]
+
+
+class BadConfig(InvalidRequest):
+    """A setting that does not exist or cannot be what it was set to."""
+
+    code = "bad_config"
+
+
+def _size(default: int | None) -> Any:
+    return field(default=default, metadata={"size": True})
+
+
+def default_state_dir() -> Path:
+    """``$XDG_STATE_HOME/dsv4-tierd``, as desktop rules say."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "dsv4-tierd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Settings of one daemon. Sizes in bytes, times in seconds, lengths in tokens."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8100
+    served_model_name: str | None = None
+    api_key_file: Path | None = None
+    state_dir: Path = field(default_factory=default_state_dir)
+    # engine
+    device: Device = "auto"
+    kv_dtype: RowFormat = "auto"
+    tiering: Tiering = "hisparse"
+    store: str = "none"
+    store_budget: int = _size(64 * GIB)
+    device_budget: int = _size(GIB)
+    host_budget: int | None = _size(None)  # None: a quarter of the memory, at most 32 GiB
+    pin_budget: int | None = _size(None)  # None: half of host_budget
+    resume_budget: int | None = _size(None)  # None: an eighth of host_budget
+    hot_rows: int | None = None
+    idle_tails: int = 64
+    chunk_tokens: int = 512
+    max_batch: int = 8
+    queue_max: int = 64
+    max_tokens_default: int = 8192
+    # daemon
+    body_bytes_max: int = _size(64 << 20)
+    stream_credit_tokens: int = 256
+    keepalive_s: float = 5.0
+    client_stall_s: float = 600.0
+    drain_s: float = 30.0
+    probe_s: float = 2.0
+    stall_s: float = 60.0
+    sessions_max: int = 100_000
+    choices_max: int = 16
+    thinking_default: bool = False
+    token_cache_budget: int = _size(64 << 20)
+
+    def __post_init__(self) -> None:
+        """Raises BadConfig."""
+        checks = [
+            (bool(self.model), "model is empty"),
+            (0 <= self.port <= 65535, f"port {self.port} is not in 0..65535"),
+            (self.store == "none" or self.store.startswith("disk:"), _STORE_HELP + self.store),
+            (self.store != "disk:", "store disk: needs a path"),
+            (self.hot_rows is None or self.hot_rows > 0, "hot_rows must be positive"),
+        ]
+        positive = (
+            "chunk_tokens max_batch queue_max max_tokens_default stream_credit_tokens keepalive_s "
+            "client_stall_s drain_s probe_s stall_s sessions_max choices_max device_budget"
+        )
+        checks += [(getattr(self, n) > 0, f"{n} must be positive") for n in positive.split()]
+        for passed, message in checks:
+            if not passed:
+                raise BadConfig(message)
+
+    @property
+    def host_budget_bytes(self) -> int:
+        return self.host_budget if self.host_budget is not None else default_host_budget()
+
+    def engine(self) -> EngineConfig:
+        """The worker's part."""
+        host = self.host_budget_bytes
+        return EngineConfig(
+            model=str(self.model),
+            device=self.device,
+            kv_dtype=self.kv_dtype,
+            tiering=self.tiering,
+            device_budget_bytes=self.device_budget,
+            host_budget_bytes=host,
+            pin_budget_bytes=host // 2 if self.pin_budget is None else self.pin_budget,
+            resume_budget_bytes=host // 8 if self.resume_budget is None else self.resume_budget,
+            hot_rows=self.hot_rows,
+            idle_tails=self.idle_tails,
+            store=self.store,
+            store_bytes_max=self.store_budget,
+            chunk_tokens=self.chunk_tokens,
+            max_batch=self.max_batch,
+            queue_max=self.queue_max,
+            max_tokens_default=self.max_tokens_default,
+        )
+
+
+_STORE_HELP = "store is 'none' or 'disk:PATH', not "
+
+
+def default_host_budget() -> int:
+    """A quarter of the memory that this process may use, at most 32 GiB."""
+    limit = int(psutil.virtual_memory().total)
+    cgroup = Path("/sys/fs/cgroup/memory.max")
+    if cgroup.is_file() and (text := cgroup.read_text().strip()).isdigit():
+        limit = min(limit, int(text))
+    return min(32 * GIB, limit // 4)
+
+
+def load_config(
+    flags: Mapping[str, Any],
+    file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> ServeConfig:
+    """Settings from all sources; flags that are None were not given. Raises BadConfig."""
+    environ = os.environ if environ is None else environ
+    known = {f.name for f in fields(ServeConfig)}
+    merged: dict[str, Any] = {}
+    if file is not None:
+        merged |= _from_file(file)
+    for name, text in environ.items():
+        if name.startswith(ENV_PREFIX) and name not in NOT_SETTINGS:
+            merged[name[len(ENV_PREFIX) :].lower()] = text
+    merged |= {name: value for name, value in flags.items() if value is not None}
+    if unknown := sorted(set(merged) - known):
+        raise BadConfig(f"unknown setting: {', '.join(unknown)}")
+    if not merged.get("model"):
+        raise BadConfig("model is missing: the folder of the checkpoint")
+    return ServeConfig(**{name: _convert(name, value) for name, value in merged.items()})
+
+
+def _from_file(file: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(file.read_text())
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadConfig(f"cannot read {file}: {error}") from error
+    return {name.replace("-", "_"): value for name, value in table.items()}
+
+
+_HINTS = get_type_hints(ServeConfig)
+_SIZES = {f.name for f in fields(ServeConfig) if f.metadata.get("size")}
+
+
+def _convert(name: str, value: Any) -> Any:
+    try:
+        return _to_type(_HINTS[name], value, size=name in _SIZES)
+    except (TypeError, ValueError) as error:
+        raise BadConfig(f"{name}: {error}") from error
+
+
+def _to_type(hint: Any, value: Any, *, size: bool) -> Any:
+    if size:
+        return parse_bytes(value)
+    options = get_args(hint)
+    if options and isinstance(options[0], str):
+        if value not in options:
+            raise ValueError(f"{value!r} is not one of {', '.join(options)}")
+        return value
+    kinds = options or (hint,)
+    if bool in kinds:
+        return _to_bool(value)
+    if Path in kinds:
+        return Path(value).expanduser()
+    if int in kinds or float in kinds:
+        if isinstance(value, bool):
+            raise ValueError(f"{value!r} is not a number")
+        number = int if int in kinds else float
+        if number is int and isinstance(value, float):
+            raise ValueError(f"{value!r} is not a whole number")
+        return number(value)
+    return str(value)
+
+
+def _to_bool(value: Any) -> bool:
+    named = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if str(value).lower() not in named:
+        raise ValueError(f"{value!r} is not true or false")
+    return named[str(value).lower()]
