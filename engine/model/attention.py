@@ -1,0 +1,76 @@
+"""Around attention: projections in, grouped output out. What lies between is the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+
+from dsv4_tierd.engine.model.config import ModelConfig
+from dsv4_tierd.engine.model.parameters import Attention
+from dsv4_tierd.kernels.ref.rope import rotate
+
+
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """What one layer's attention works on, for T tokens; all fp32.
+
+    q: [T, H, D] normed and rotated; kv: [T, D] raw (row_store norms and rotates). Compressed
+    layers: main_kv, main_gate [T, c*E] raw. Kind 4: index_kv, index_gate [T, 2*Di] raw, index_q
+    [T, Hi, Di] rotated (not in the keys' basis), index_g [T, Hi] scaled by Di^-0.5 Hi^-0.5.
+    """
+
+    layer: int
+    kind: int
+    positions: Tensor
+    q: Tensor
+    kv: Tensor
+    main_kv: Tensor | None = None
+    main_gate: Tensor | None = None
+    index_kv: Tensor | None = None
+    index_gate: Tensor | None = None
+    index_q: Tensor | None = None
+    index_g: Tensor | None = None
+
+
+Attend = Callable[[Projections], Tensor]
+"""From projections to o [T, H, D] fp32, before the inverse rotation."""
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """W x in the weight's dtype."""
+    return functional.linear(x.to(weight.dtype), weight)
+
+
+def project(
+    x: Tensor, positions: Tensor, weights: Attention, layer: int, kind: int, config: ModelConfig
+) -> Projections:
+    """The projections of normed, collapsed streams x: [T, d] fp32 at positions [T] int."""
+    tokens, eps = x.shape[0], config.rms_norm_eps
+    low = linear(x, weights.wq_a).float()
+    low = functional.rms_norm(low, low.shape[-1:], weights.q_norm, eps)
+    q = linear(low, weights.wq_b).float().view(tokens, config.num_attention_heads, config.head_dim)
+    q = rotate(functional.rms_norm(q, q.shape[-1:], None, eps), positions, weights.inv_freq)
+    kv = linear(x, weights.wkv).float()
+    main = index = (None, None)
+    index_q = index_g = None
+    if weights.compressor is not None:
+        main = (linear(x, weights.compressor.wkv), linear(x, weights.compressor.wgate))
+    if weights.indexer is not None:
+        inner, heads, dim = weights.indexer, config.index_n_heads, config.index_head_dim
+        index = (linear(x, inner.compressor.wkv), linear(x, inner.compressor.wgate))
+        index_q = linear(low, inner.wq_b).float().view(tokens, heads, dim)
+        index_q = rotate(index_q, positions, weights.inv_freq)
+        index_g = linear(x, inner.weights_proj) * (dim**-0.5 * heads**-0.5)
+    return Projections(layer, kind, positions, q, kv, *main, *index, index_q, index_g)
+
+
+def output(o: Tensor, positions: Tensor, weights: Attention) -> Tensor:
+    """Rotate back at the query's position, then project by head groups. o: [T, H, D] -> [T, d]."""
+    o = rotate(o, positions, weights.inv_freq, inverse=True)
+    groups = weights.wo_a.shape[0]
+    grouped = o.reshape(o.shape[0], groups, -1).transpose(0, 1).to(weights.wo_a.dtype)
+    low = grouped @ weights.wo_a.transpose(1, 2)
+    return linear(low.transpose(0, 1).flatten(1), weights.wo_b)
