@@ -15,7 +15,7 @@ from dataclasses import dataclass
 ID_BYTES = 4  # int32, little-endian
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TokenRun:
     """Tokens [start, start + len(ids) / 4) after the first ``start`` tokens of ``parent``."""
 
