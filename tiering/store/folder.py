@@ -177,7 +177,7 @@ def _adopt(segments: SegmentLog, index: Index, entries: list[Entry]) -> set[int]
     by_segment: dict[int, dict[Extent, int]] = {n: {} for n in segments.numbers_on_disk()}
     for entry in entries:
         by_segment.setdefault(entry.extent.segment, {})[entry.extent] = entry.row
-    lost = set()
+    lost: set[int] = set()
     for number in sorted(by_segment):
         rows = by_segment[number]
         lost.update(rows[extent] for extent in segments.adopt(number, list(rows)))

@@ -128,11 +128,12 @@ class SegmentLog:
             by_segment.setdefault(extent.segment, []).append(extent)
         for number, dead in by_segment.items():
             segment = self._segments[number]
-            segment.live_bytes -= sum(extent.size for extent in dead)
-            if segment.live_bytes == 0:
+            dead_bytes = sum(extent.size for extent in dead)
+            if segment.live_bytes == dead_bytes:
                 self._drop(segment)
-            else:
-                self._erase(number, dead, durable=durable)
+                continue
+            self._erase(number, dead, durable=durable)
+            segment.live_bytes -= dead_bytes
         if durable:
             self._files.sync_folder(self.folder)
 
@@ -221,10 +222,10 @@ class SegmentLog:
 
     def _drop(self, segment: Segment) -> None:
         self.seal(segment.number)
-        del self._segments[segment.number]
         path = self.path(segment.number)
         if path.exists():
             self._files.unlink(path)
+        del self._segments[segment.number]
 
     def _erase(self, number: int, extents: Sequence[Extent], *, durable: bool) -> None:
         with self._opened(number, write=True) as fd:
