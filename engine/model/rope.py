@@ -19,8 +19,7 @@ def inverse_frequencies(config: ModelConfig, ratio: int) -> Tensor:
     if config.yarn is None:
         return table
     kept = 1 - _ramp(dim, config.compress_rope_theta, config.yarn)
-    # The reference divides before it mixes; this order gives the same bits.
-    stretched = 1.0 / (config.yarn.factor * (1.0 / table))
+    # In this order of operations, the reference's bits.
     stretched = 1.0 / (config.yarn.factor * _powers(dim, config.compress_rope_theta))
     return stretched * (1 - kept) + table * kept
 

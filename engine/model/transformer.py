@@ -38,7 +38,9 @@ class Transformer:
     def __init__(self, config: ModelConfig, parameters: Parameters) -> None:
         self.config = config
         self.parameters = parameters
-        self.constants = tuple(layer_constants(layer) for layer in parameters.layers)
+        layers = parameters.layers if parameters.mtp is None else (*parameters.layers, parameters.mtp.layer)
+        # One for each hidden layer; the MTP block, if any, is number num_hidden_layers.
+        self.constants = tuple(_constants(layer) for layer in layers)
 
     @classmethod
     def load(
@@ -74,8 +76,7 @@ class Transformer:
         return linear(collapsed, self.parameters.lm_head).float()
 
 
-def layer_constants(layer: Layer) -> LayerConstants:
-    """The constants that the ops of ``layer`` take."""
+def _constants(layer: Layer) -> LayerConstants:
     weights = layer.attention
     main = None if weights.compressor is None else weights.compressor.pool
     index = None if weights.indexer is None else weights.indexer.compressor.pool
