@@ -31,15 +31,18 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """What may be spent. ``hot_rows`` None: as many as the device budget allows."""
+    """What may be spent. ``hot_rows`` None: as many as the device budget allows.
+
+    Resume points and packed idle tails come out of the host budget, at most an eighth of it each.
+    """
 
     device_bytes: int
     host_bytes: int
     max_batch: int
     hot_rows: int | None = None
     tiered: bool = True  # False: C4 rows are read where the pages lie, no hot set
-    resume_share: float = 1 / 16
-    tail_share: float = 1 / 16
+    resume_bytes: int = 512 << 20
+    idle_tails: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,7 @@ class Plan:
 def plan(model: ModelSizes, budgets: Budgets) -> Plan:
     """Derive every size. Raises ExceedsCapacity if not even one small session fits."""
     host = _HostSplit.of(model, budgets)
-    # One slot a running session, one for the prefill in progress, one that padding rows write to.
-    tail_slots = budgets.max_batch + 2
+    tail_slots = _tail_slots(budgets)
     tail_bytes = tail_slots * model.tail_slot_bytes
     hot_row_bytes = model.c4_layers * (model.row_bytes + 8)  # the row, its owner and its stamp
     per_page = model.device_page_bytes
@@ -104,7 +106,7 @@ def _spend(
         hot_rows, left = hot_rows + more, left - more * hot_row_bytes
     more_pages = min(left // model.device_page_bytes, mirror_pages - device_pages)
     device_pages += more_pages
-    tail_slots = budgets.max_batch + 2
+    tail_slots = _tail_slots(budgets)
     staging_rows = session_pages * C4_ROWS_PER_PAGE if budgets.tiered else 0
     tail_c4 = tail_slots * TAIL_C4_ROWS * model.c4_layers * model.row_bytes if budgets.tiered else 0
     pools = (
@@ -140,8 +142,9 @@ class _HostSplit:
     def of(cls, model: ModelSizes, budgets: Budgets) -> _HostSplit:
         # One rolling point a running session and a few to keep, whatever the share says.
         floor = budgets.max_batch + 4
-        resume_slots = max(floor, int(budgets.host_bytes * budgets.resume_share) // model.resume_bytes)
-        tail_bytes = int(budgets.host_bytes * budgets.tail_share)
+        share = budgets.host_bytes // 8
+        resume_slots = max(floor, min(budgets.resume_bytes, share) // model.resume_bytes)
+        tail_bytes = min(budgets.idle_tails * (model.tail_slot_bytes + model.mirror_page_bytes), share)
         left = budgets.host_bytes - resume_slots * model.resume_bytes - tail_bytes
         pages = left // model.mirror_page_bytes
         if pages < 2:
@@ -150,6 +153,11 @@ class _HostSplit:
                 f"{resume_slots * model.resume_bytes} B and two pages {2 * model.mirror_page_bytes} B"
             )
         return cls(pages, resume_slots, tail_bytes)
+
+
+def _tail_slots(budgets: Budgets) -> int:
+    """Running sessions, as many idle ones, and the prefill in progress."""
+    return 2 * budgets.max_batch + 1
 
 
 def _staging_bytes(model: ModelSizes) -> int:

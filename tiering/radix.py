@@ -36,7 +36,7 @@ class Node:
     """One block in the tree, or (key None) the root of one tenant."""
 
     __slots__ = (
-        "child_count", "depth", "device", "device_children", "key", "mirror", "mirror_children",
+        "children", "depth", "device", "device_children", "key", "mirror", "mirror_children",
         "parent", "pins", "refs", "resume", "resume_stored", "stamp", "stored", "tenant",
     )
 
@@ -53,7 +53,7 @@ class Node:
         self.refs = 0
         self.pins = 0
         self.stamp = 0
-        self.child_count = 0
+        self.children: set[Node] = set()
         self.mirror_children = 0
         self.device_children = 0
 
@@ -72,7 +72,7 @@ class RadixTree:
         self.nodes: dict[bytes, Node] = {}
         self.mirror_evictable = 0
         self.device_evictable = 0
-        self._clock = 0
+        self.clock = 0  # counts releases: the unit of recency
         self._roots: dict[str, Node] = {}
         self._heaps: dict[Tier, list[tuple[int, int, Node]]] = {Tier.DEVICE: [], Tier.HOST: []}
         self._sequence = 0
@@ -98,7 +98,7 @@ class RadixTree:
         assert key not in self.nodes, "block is in the tree already"
         node = Node(key, parent, parent.tenant)
         self.nodes[key] = node
-        parent.child_count += 1
+        parent.children.add(node)
         return node
 
     def prune(self, node: Node) -> None:
@@ -107,29 +107,33 @@ class RadixTree:
         while current is not None and current.key is not None and self._is_empty(current):
             del self.nodes[current.key]
             assert current.parent is not None
-            current.parent.child_count -= 1
+            current.parent.children.discard(current)
             current.key, current = None, current.parent
 
     @staticmethod
     def _is_empty(node: Node) -> bool:
         copies = node.mirror != NO_PAGE or node.device != NO_PAGE or node.stored or node.resume != NO_PAGE
-        return not (copies or node.refs or node.pins or node.child_count)
+        return not (copies or node.refs or node.pins or node.children)
 
     # ------------------------------------------------------------ holding
     def hold(self, leaf: Node) -> None:
         """A sequence runs on this path: nothing of it is evicted until released. O(depth)."""
         for node in leaf.path():
-            if node.refs == 0:
-                self._count(node, -1)
-            node.refs += 1
+            self.hold_node(node)
+
+    def hold_node(self, node: Node) -> None:
+        """Hold one more node at the end of a path that is held already."""
+        if node.refs == 0:
+            self._count(node, -1)
+        node.refs += 1
 
     def release(self, leaf: Node) -> None:
         """The inverse of ``hold``; the path becomes the most recently used."""
-        self._clock += 1
+        self.clock += 1
         for node in leaf.path():
             assert node.refs > 0, "released more often than held"
             node.refs -= 1
-            node.stamp = self._clock
+            node.stamp = self.clock
             if node.refs == 0:
                 self._count(node, +1)
                 self._offer(node)

@@ -1,0 +1,313 @@
+"""Moves bytes between the host tier and the prefix store, in the background and bounded.
+
+Reads and writes run on I/O threads; what they bring is applied by ``poll`` on the engine
+thread, the only one that writes tier state. A read that is late is no longer waited for, and
+lands (or is dropped) when it comes. A store that fails or is late is left alone for a while,
+so that a dead one costs one deadline and not one a page.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from dsv4_tierd.tiering.errors import StoreUnavailable, TierError, TransferFailed
+from dsv4_tierd.tiering.mirror import PageMemory
+from dsv4_tierd.tiering.pages import PagePool
+from dsv4_tierd.tiering.radix import NO_PAGE, Node, RadixTree
+from dsv4_tierd.tiering.resume import ResumePoints
+from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, PrefixStore, StoredObject
+
+log = logging.getLogger("dsv4_tierd.tiering")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Bounds of the traffic with the store."""
+
+    write_bytes_max: int = 64 << 20
+    loads_max: int = 32
+    deadline_s: float = 10.0
+    retry_after_s: float = 5.0
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """Counters never go down."""
+
+    pages_loaded: int = 0
+    pages_written: int = 0
+    loads_failed: int = 0
+    loads_late: int = 0
+    writes_failed: int = 0
+
+
+@dataclass(slots=True)
+class _Load:
+    node: Node
+    kind: ObjectKind
+    target: int
+    future: Future[bool]
+    deadline: float
+    abandoned: bool = False
+
+
+@dataclass(slots=True)
+class _Write:
+    nodes: list[tuple[Node, ObjectKind]]
+    byte_count: int
+    future: Future[None] = field(default_factory=Future)
+
+
+class Coordinator:
+    """Loads into mirror pages and resume slots; write-through of finished pages and points."""
+
+    def __init__(
+        self,
+        store: PrefixStore | None,
+        tree: RadixTree,
+        memory: PageMemory,
+        pool: PagePool,
+        points: ResumePoints,
+        limits: StoreLimits | None = None,
+    ) -> None:
+        self.counters = StoreCounters()
+        self._store, self._tree, self._memory = store, tree, memory
+        self._pool, self._points = pool, points
+        self._limits = limits or StoreLimits()
+        self._loads: dict[ObjectKey, _Load] = {}
+        self._writes: deque[_Write] = deque()
+        self._dirty: dict[ObjectKey, Node] = {}
+        self._retry_at = 0.0
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="store-read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-write")
+
+    # ------------------------------------------------------------ state
+    @property
+    def up(self) -> bool:
+        """Whether there is a store and it is being asked."""
+        return self._store is not None and time.monotonic() >= self._retry_at
+
+    @property
+    def has_store(self) -> bool:
+        return self._store is not None
+
+    @property
+    def load_targets(self) -> list[tuple[ObjectKind, int]]:
+        """Mirror pages and resume slots that reads in flight own, for the audit."""
+        return [(load.kind, load.target) for load in self._loads.values()]
+
+    @property
+    def dirty_count(self) -> int:
+        """Objects waiting to be written."""
+        return len(self._dirty) + sum(len(write.nodes) for write in self._writes)
+
+    @property
+    def can_load(self) -> bool:
+        return len(self._loads) < self._limits.loads_max
+
+    def known(self, tenant: str, hashes: Sequence[bytes]) -> int:
+        """How many of these blocks, from the first on, the store has."""
+        if self._store is None or not self.up or not hashes:
+            return 0
+        keys = [ObjectKey(ObjectKind.PAGE, tenant, key) for key in hashes]
+        found = self._store.has(keys)
+        return next((i for i, there in enumerate(found) if not there), len(found))
+
+    def has_point(self, node: Node) -> bool:
+        """Whether the store has a resume point at the end of this block."""
+        assert node.key is not None
+        return self._store is not None and self.up and self._store.has([_key(node, ObjectKind.RESUME)])[0]
+
+    # ------------------------------------------------------------ loads
+    def loading(self, node: Node, kind: ObjectKind) -> bool:
+        """Whether a read that is still waited for brings this object."""
+        load = self._loads.get(_key(node, kind)) if node.key is not None else None
+        return load is not None and not load.abandoned
+
+    def load(self, node: Node, kind: ObjectKind, target: int) -> None:
+        """Read a stored page into mirror page ``target``, or a point into that resume slot.
+
+        The target belongs to the read until it ends, whatever becomes of the asker.
+        """
+        assert self._store is not None
+        key = _key(node, kind)
+        assert key not in self._loads, "object is being read already"
+        future = self._readers.submit(self._store.get, key, _bytes_of(self._target(kind, target)))
+        deadline = time.monotonic() + self._limits.deadline_s
+        self._loads[key] = _Load(node, kind, target, future, deadline)
+
+    def in_flight(self, node: Node, kind: ObjectKind) -> bool:
+        """Whether a read of it is under way, waited for or not."""
+        return node.key is not None and _key(node, kind) in self._loads
+
+    # ------------------------------------------------------------ writes
+    def queue(self, node: Node, kind: ObjectKind) -> None:
+        """Write the block's page or point through to the store, soon."""
+        stored = node.stored if kind is ObjectKind.PAGE else node.resume_stored
+        if self._store is not None and not stored:
+            self._dirty.setdefault(_key(node, kind), node)
+
+    def submit_tail(self, key: ObjectKey, packed: bytes) -> Future[None]:
+        """Write a packed tail; the future is done when it is durable."""
+        if self._store is None:
+            raise StoreUnavailable("no prefix store is configured")
+        return self._writer.submit(self._store.put, [StoredObject(key, None, packed)])
+
+    def submit_delete(self, keys: Sequence[ObjectKey]) -> Future[int]:
+        """Remove objects, after the writes that are queued before."""
+        assert self._store is not None
+        return self._writer.submit(self._store.delete, keys)
+
+    def submit(self, call: Callable[[PrefixStore], int]) -> Future[int]:
+        """Run any other call on the writer thread."""
+        assert self._store is not None
+        return self._writer.submit(call, self._store)
+
+    def fetch_tail(self, key: ObjectKey, size: int) -> Future[bytes]:
+        """Read a packed tail of ``size`` bytes."""
+        store = self._store
+        if store is None:
+            raise StoreUnavailable("no prefix store is configured")
+
+        def read() -> bytes:
+            buffer = bytearray(size)
+            if not store.get(key, memoryview(buffer)):
+                raise TransferFailed("the suspended tail is not in the store")
+            return bytes(buffer)
+
+        return self._readers.submit(read)
+
+    # ------------------------------------------------------------ engine thread
+    def poll(self) -> None:
+        """Apply what finished, give up what is late, start what is waiting. Never blocks."""
+        if self._store is None:
+            return
+        self._apply_loads()
+        while self._writes and self._writes[0].future.done():
+            self._apply_write(self._writes.popleft())
+        if self.up:
+            self._start_writes()
+
+    def drain(self, deadline_s: float) -> bool:
+        """Write everything that waits; False if the deadline came first."""
+        end = time.monotonic() + deadline_s
+        while self.dirty_count and time.monotonic() < end:
+            self.poll()
+            time.sleep(0.002)
+        return self.dirty_count == 0
+
+    def close(self) -> None:
+        """End the I/O threads and the store."""
+        self._readers.shutdown(wait=True, cancel_futures=True)
+        self._writer.shutdown(wait=True)
+        if self._store is not None:
+            self._store.close()
+
+    # ------------------------------------------------------------ details
+    def _target(self, kind: ObjectKind, number: int) -> Tensor:
+        return self._memory.blob(number) if kind is ObjectKind.PAGE else self._points.slot(number)
+
+    def _apply_loads(self) -> None:
+        for key, load in list(self._loads.items()):
+            if load.future.done():
+                del self._loads[key]
+                self._apply_load(load)
+            elif not load.abandoned and time.monotonic() > load.deadline:
+                load.abandoned = True
+                self.counters.loads_late += 1
+                self._back_off("a read is late")
+
+    def _apply_load(self, load: _Load) -> None:
+        error = load.future.exception()
+        found = error is None and load.future.result()
+        if not found:
+            self.counters.loads_failed += 1
+            if error is not None:
+                log.warning("store read failed, recomputing: %s", error)
+            if isinstance(error, StoreUnavailable):
+                self._back_off("it is away")
+            elif load.kind is ObjectKind.PAGE:
+                load.node.stored = False
+            else:
+                load.node.resume_stored = False
+        self._land(load, found)
+        self._tree.prune(load.node)
+
+    def _land(self, load: _Load, found: bool) -> None:
+        node = load.node
+        if load.kind is ObjectKind.RESUME:
+            if found and node.key is not None and node.mirror != NO_PAGE:
+                self._points.publish(load.target, node)
+            else:
+                self._points.give_back(load.target)
+            return
+        parent = node.parent
+        rooted = parent is not None and (parent.key is None and parent.parent is None or parent.mirror != NO_PAGE)
+        if found and node.key is not None and rooted and node.mirror == NO_PAGE:
+            self._tree.set_mirror(node, load.target)
+            self.counters.pages_loaded += 1
+        else:
+            self._pool.free(load.target)
+
+    def _start_writes(self) -> None:
+        batch: list[tuple[Node, ObjectKind]] = []
+        objects: list[StoredObject] = []
+        size = sum(write.byte_count for write in self._writes)
+        for key, node in list(self._dirty.items()):
+            there = node.mirror if key.kind is ObjectKind.PAGE else node.resume
+            if node.key is None or there == NO_PAGE:
+                del self._dirty[key]  # given up before it was written
+                continue
+            payload = bytes(_bytes_of(self._target(key.kind, there)))
+            if size and size + len(payload) > self._limits.write_bytes_max:
+                break
+            size += len(payload)
+            del self._dirty[key]
+            parent = node.parent.key if node.parent is not None else None
+            batch.append((node, key.kind))
+            objects.append(StoredObject(key, node.key if key.kind is ObjectKind.RESUME else parent, payload))
+        if objects:
+            assert self._store is not None
+            write = _Write(batch, sum(len(item.payload) for item in objects))
+            write.future = self._writer.submit(self._store.put, objects)
+            self._writes.append(write)
+
+    def _apply_write(self, write: _Write) -> None:
+        error = write.future.exception()
+        for node, kind in write.nodes:
+            if node.key is None:
+                continue
+            if error is not None:
+                self._dirty.setdefault(_key(node, kind), node)
+            elif kind is ObjectKind.PAGE:
+                node.stored = True
+                self.counters.pages_written += 1
+            else:
+                node.resume_stored = True
+        if error is not None:
+            if not isinstance(error, TierError | OSError):
+                raise error
+            self.counters.writes_failed += 1
+            self._dirty = dict(sorted(self._dirty.items(), key=lambda item: item[1].depth))
+            self._back_off(str(error))
+
+    def _back_off(self, why: str) -> None:
+        self._retry_at = time.monotonic() + self._limits.retry_after_s
+        log.warning("store is left alone for %.0f s: %s", self._limits.retry_after_s, why)
+
+
+def _key(node: Node, kind: ObjectKind) -> ObjectKey:
+    assert node.key is not None
+    return ObjectKey(kind, node.tenant, node.key)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a host tensor, without a copy."""
+    return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]

@@ -1,0 +1,405 @@
+"""The tiers as the engine sees them: open a sequence, extend, commit, close.
+
+Calls come from the engine thread alone. A sequence's life::
+
+    open      match the tree and the store, choose a start, hold the path, reserve to the end
+    ready     stored pages have come in; device pages restored, tail in its slot
+    extend    pages for the tokens about to be computed
+    commit    those tokens are done: finished pages into the tree, written back, written through
+    close     the window is published as a resume point, the tail goes idle, holds are released
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from dsv4_tierd.kernels.layout import PageLayout
+from dsv4_tierd.kernels.tail_layout import TailLayout
+from dsv4_tierd.tiering.blocks import BLOCK_TOKENS, Transcript, chain_root
+from dsv4_tierd.tiering.coordinator import Coordinator
+from dsv4_tierd.tiering.errors import ExceedsCapacity, HostPoolExhausted
+from dsv4_tierd.tiering.evict import Evictor
+from dsv4_tierd.tiering.hot_set import C4Rows, DirectRows, HotSet
+from dsv4_tierd.tiering.idle import IdleTails
+from dsv4_tierd.tiering.mirror import PageMemory
+from dsv4_tierd.tiering.pages import PagePool
+from dsv4_tierd.tiering.plan import C4_ROWS_PER_PAGE, Plan
+from dsv4_tierd.tiering.radix import NO_PAGE, Node, RadixTree
+from dsv4_tierd.tiering.replay import Start, choose_start, replay_tokens
+from dsv4_tierd.tiering.resume import ResumePoints
+from dsv4_tierd.tiering.sequence import Reservation, Reused, Sequence, page_table
+from dsv4_tierd.tiering.store.protocol import ObjectKind, PrefixStore
+from dsv4_tierd.tiering.tails import Tail, TailPool
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """Everything the tiers are made from. ``reuse`` False: every request computes all of it."""
+
+    plan: Plan
+    pages: PageLayout
+    tail: TailLayout
+    identity: bytes
+    tiered: bool = True
+    reuse: bool = True
+    device: torch.device = torch.device("cpu")
+    replay_layers: int = 0  # the model's layers and its MTP block
+
+
+class TierManager:
+    """Owner of all tier state. See the module docstring for the order of calls."""
+
+    def __init__(self, config: TierConfig, store: PrefixStore | None = None) -> None:
+        plan, device = config.plan, config.device
+        self.config = config
+        self.replay = replay_tokens(config.tail.window, config.replay_layers or config.tail.layer_count + 1)
+        self.tree = RadixTree()
+        self.memory = PageMemory(config.pages, plan.mirror_pages, plan.device_pages, device)
+        self.mirror_pool = PagePool("mirror", plan.mirror_pages)
+        self.device_pool = PagePool("device", plan.device_pages)
+        self.tails = TailPool(config.tail, plan.tail_slots, device)
+        self.points = ResumePoints(
+            plan.resume_slots, config.tail.resume_bytes, self.tree, self.replay, device.type == "cuda"
+        )
+        self.c4: C4Rows = HotSet(self.memory, plan, device) if config.tiered else DirectRows(self.memory)
+        self.evictor = Evictor(self.tree, self.mirror_pool, self.device_pool, self.points, self.c4)
+        self.idle = IdleTails(self.tails, self.memory, self.c4, self.evictor, plan.idle_tail_bytes)
+        self.coordinator = Coordinator(store, self.tree, self.memory, self.mirror_pool, self.points)
+        self.running: list[Sequence] = []
+        self.scratch_slot = self.tails.take()  # the prefill in progress writes its new tail here
+
+    def root(self, salt: str) -> bytes:
+        """The hash that a tenant's transcripts start from."""
+        return chain_root(self.config.identity, salt)
+
+    # ------------------------------------------------------------ matching
+    def match(self, transcript: Transcript, tenant: str, tokens: int) -> list[Node]:
+        """Blocks of the first ``tokens`` tokens that need not be computed, root first.
+
+        Blocks that only the store has become nodes without a page. Holds nothing.
+        """
+        if not self.config.reuse:
+            return []
+        hashes = transcript.hashes[: tokens // BLOCK_TOKENS]
+        path = self.tree.match(hashes)
+        if not self.coordinator.up:
+            resident = next((i for i, node in enumerate(path) if node.mirror == NO_PAGE), len(path))
+            return path[:resident]
+        rest = hashes[len(path) :]
+        for key in rest[: self.coordinator.known(tenant, rest)]:
+            node = self.tree.nodes.get(key) or self.tree.add(key, path[-1] if path else self.tree.root(tenant))
+            node.stored = True
+            path.append(node)
+        return path
+
+    def lookup(self, transcript: Transcript, tenant: str) -> tuple[Start, Reused]:
+        """What a request with these tokens would reuse. Changes nothing that matters."""
+        path = self.match(transcript, tenant, max(len(transcript) - 1, 0))
+        start = self._choose(path)
+        return start, _by_tier(path, 0)
+
+    def _choose(self, path: list[Node]) -> Start:
+        # A point further back than this could not beat a bounded replay.
+        for node in path[-(self.replay // 2 // BLOCK_TOKENS + 1) :]:
+            if node.resume == NO_PAGE and not node.resume_stored:
+                node.resume_stored = self.coordinator.has_point(node)
+        return choose_start(path, self.replay)
+
+    # ------------------------------------------------------------ opening
+    def open(self, transcript: Transcript, tenant: str, tail: Tail | None, reserve_tokens: int) -> Sequence:
+        """Start a sequence whose tokens are all of ``transcript``, of which at least one is computed.
+
+        Reserves every page up to ``reserve_tokens``. ``tail``: an idle tail of exactly this
+        transcript's first ``tail.position`` tokens; it is consumed if the start uses it.
+        Raises ExceedsCapacity, HostPoolExhausted; then nothing has changed.
+        """
+        if reserve_tokens > self.config.plan.context_tokens:
+            raise ExceedsCapacity(
+                f"{reserve_tokens} tokens (prompt and max_tokens) exceed the {self.config.plan.context_tokens} "
+                "that the budgets hold"
+            )
+        if not self.config.reuse:
+            transcript = Transcript(os.urandom(32), transcript.tokens)
+        path = self.match(transcript, tenant, len(transcript) - 1)
+        start = self._choose(path)
+        usable = tail is not None and self.config.reuse and not IdleTails.lost(tail)
+        if usable and tail is not None:
+            blocks = tail.position // BLOCK_TOKENS
+            if blocks <= len(path) and tail.position < len(transcript) and start.begin <= tail.position:
+                path = path[:blocks]
+                start = Start(tail.position, tail.position, None, triangle=False)
+                return self._open(transcript, tenant, path, start, tail, reserve_tokens)
+        return self._open(transcript, tenant, path, start, None, reserve_tokens)
+
+    def _open(
+        self, transcript: Transcript, tenant: str, path: list[Node], start: Start, tail: Tail | None, reserve: int
+    ) -> Sequence:
+        root = self.tree.root(tenant)
+        leaf = path[-1] if path else root
+        self.tree.hold(leaf)
+        total = -(-reserve // BLOCK_TOKENS)
+        unfinished = total - len(path)
+        mirror_need = unfinished + sum(
+            node.mirror == NO_PAGE and not self.coordinator.in_flight(node, ObjectKind.PAGE) for node in path
+        )
+        device_need = unfinished + sum(node.device == NO_PAGE for node in path)
+        reservation = Reservation()
+        if self.mirror_pool.reserve(mirror_need):
+            reservation.mirror = mirror_need
+            if self.device_pool.reserve(device_need):
+                reservation.device = device_need
+        if reservation.device != device_need or reservation.mirror != mirror_need:
+            self.mirror_pool.unreserve(reservation.mirror)
+            self.tree.release(leaf)
+            raise HostPoolExhausted(
+                f"{mirror_need} host and {device_need} device pages are needed, "
+                f"{self.mirror_pool.available} and {self.device_pool.available} are available"
+            )
+        seq = Sequence(
+            transcript=transcript,
+            tenant=tenant,
+            root=root,
+            start=start,
+            reused=_by_tier(path, start.reused - len(path) * BLOCK_TOKENS),
+            emit_from=start.reused,
+            position=start.begin,
+            window_start=start.begin if start.triangle else 0,
+            triangle=start.triangle,
+            tail_slot=NO_PAGE,
+            tail=tail,
+            mirror=page_table(total),
+            device=page_table(total),
+            path=path,
+            reservation=reservation,
+        )
+        self.running.append(seq)
+        return seq
+
+    def ready(self, seq: Sequence) -> bool:
+        """Bring stored pages in; True once the sequence may compute.
+
+        Raises StaleStart if something the start relied on is gone: close and open again.
+        """
+        waiting = False
+        for node in seq.path:
+            if node.mirror != NO_PAGE:
+                continue
+            waiting = True
+            if not self.coordinator.in_flight(node, ObjectKind.PAGE):
+                if not node.stored or not self.coordinator.up or seq.reservation.mirror == 0:
+                    raise StaleStart
+                if self.coordinator.can_load:
+                    seq.reservation.mirror -= 1
+                    self.coordinator.load(node, ObjectKind.PAGE, self.evictor.take_mirror())
+            elif not self.coordinator.loading(node, ObjectKind.PAGE):
+                raise StaleStart  # late: it may still land, but not for us
+        return not waiting and self._point_ready(seq) and self._begin(seq)
+
+    def _point_ready(self, seq: Sequence) -> bool:
+        node = seq.start.point
+        if node is None or node.resume != NO_PAGE:
+            return True
+        if not self.coordinator.in_flight(node, ObjectKind.RESUME):
+            slot = self.points.take() if node.resume_stored and self.coordinator.up else None
+            if slot is None:
+                raise StaleStart
+            self.coordinator.load(node, ObjectKind.RESUME, slot)
+        elif not self.coordinator.loading(node, ObjectKind.RESUME):
+            raise StaleStart
+        return False
+
+    def _begin(self, seq: Sequence) -> bool:
+        """Everything is in the mirror: fill device pages and the tail's slot."""
+        for i, node in enumerate(seq.path):
+            if node.device == NO_PAGE:
+                seq.reservation.device -= 1
+                self.tree.set_device(node, self.evictor.take_device())
+                self.memory.restore(node.mirror, node.device)
+            seq.mirror[i], seq.device[i] = node.mirror, node.device
+        seq.page_count = len(seq.path)
+        seq.rolling_slot = self.points.take()
+        if seq.tail is not None:
+            self._begin_from_tail(seq, seq.tail)
+        else:
+            seq.tail_slot = self._take_tail_slot()
+            if seq.start.point is not None:
+                point = self.points.slot(seq.start.point.resume)
+                self.config.tail.restore(point, seq.position, self.tails.slots[seq.tail_slot])
+            else:
+                self.tails.clear(seq.tail_slot)
+        seq.tail_from = seq.page_start_entry
+        return True
+
+    def _begin_from_tail(self, seq: Sequence, tail: Tail) -> None:
+        if IdleTails.lost(tail):
+            raise StaleStart
+        if self.idle.adopt(tail):
+            assert tail.slot is not None
+            seq.tail_slot, seq.tail, seq.tail_dirty = tail.slot, None, True
+            if tail.mirror != NO_PAGE:
+                self._add_page(seq, tail.mirror, tail.device)
+                # The tail's own pages stand for one that was reserved.
+                self._unreserve(seq, 1)
+            return
+        packed = self.idle.pack(tail)
+        seq.tail_slot = self._take_tail_slot()
+        has_page = tail.position % BLOCK_TOKENS >= 4
+        if has_page:
+            self.extend(seq, tail.position)
+        page = self.memory.blob(int(seq.mirror[seq.page_count - 1])) if has_page else None
+        self.tails.unpack(packed, seq.tail_slot, page)
+        if has_page:
+            mirror, device = int(seq.mirror[seq.page_count - 1]), int(seq.device[seq.page_count - 1])
+            self.memory.restore(mirror, device)
+            self.c4.load_tail(*self.idle.unfinished(seq.tail_slot, tail.position, mirror))
+        self.idle.release(tail)
+        seq.tail = None
+
+    def _take_tail_slot(self) -> int:
+        while not self.tails.free_count:
+            assert self.idle.spill_slot(), "more running sequences than tail slots"
+        return self.tails.take()
+
+    # ------------------------------------------------------------ running
+    def extend(self, seq: Sequence, upto: int) -> None:
+        """Give the sequence pages for its tokens up to ``upto``, out of its reservation."""
+        while seq.page_count * BLOCK_TOKENS < upto:
+            seq.reservation.mirror -= 1
+            seq.reservation.device -= 1
+            self._add_page(seq, self.evictor.take_mirror(), self.evictor.take_device())
+
+    def flush_tail(self, seq: Sequence) -> None:
+        """Before a prefill: the mirror page gets the rows of the unfinished page."""
+        if seq.tail_dirty and seq.unfinished_page:
+            self.c4.flush(seq.place, seq.page_start_entry, seq.position // 4)
+        seq.tail_dirty = False
+
+    def swap_tail(self, seq: Sequence) -> None:
+        """After a prefill chunk: the scratch slot, which it wrote, is the sequence's now."""
+        seq.tail_slot, self.scratch_slot = self.scratch_slot, seq.tail_slot
+
+    def commit(self, seq: Sequence, upto: int, decoded: bool) -> None:
+        """Tokens up to ``upto`` are computed. Finished pages enter the tree and are written back."""
+        seq.position = upto
+        seq.tail_dirty = seq.tail_dirty or decoded
+        while len(seq.path) < upto // BLOCK_TOKENS and upto > seq.emit_from:
+            self._finish_page(seq, len(seq.path), decoded)
+        if not decoded:
+            seq.tail_from = seq.page_start_entry
+        elif upto % BLOCK_TOKENS == 0:
+            # The page just finished is still in the tail; the one before it is not any more.
+            seq.tail_from = max(seq.tail_from, seq.page_start_entry - C4_ROWS_PER_PAGE)
+            seq.tail_dirty = False
+        if upto % BLOCK_TOKENS == 0 and upto >= seq.emit_from:
+            self._capture(seq)
+
+    def _finish_page(self, seq: Sequence, block: int, decoded: bool) -> None:
+        mirror, device = int(seq.mirror[block]), int(seq.device[block])
+        if decoded:
+            first = block * C4_ROWS_PER_PAGE
+            self.c4.flush(seq.place, first, first + C4_ROWS_PER_PAGE)
+        self.memory.write_back(device, mirror)
+        key = seq.transcript.hashes[block]
+        node = self.tree.nodes.get(key) or self.tree.add(key, seq.leaf)
+        self.tree.hold_node(node)
+        if node.mirror == NO_PAGE:
+            self.tree.set_mirror(node, mirror)
+        else:  # another session computed the same block: one copy is enough
+            self.mirror_pool.free(mirror)
+        if node.device != NO_PAGE:
+            self.device_pool.free(device)
+        else:
+            if node.mirror != mirror:
+                self.memory.restore(node.mirror, device)  # both tiers hold the same bits
+            self.tree.set_device(node, device)
+        seq.mirror[block], seq.device[block] = node.mirror, node.device
+        seq.path.append(node)
+        self.coordinator.queue(node, ObjectKind.PAGE)
+
+    def _capture(self, seq: Sequence) -> None:
+        """Keep the window at this boundary in the rolling slot."""
+        if seq.rolling_slot is not None:
+            slot = self.tails.slots[seq.tail_slot]
+            self.config.tail.capture(slot, seq.position, self.points.slot(seq.rolling_slot))
+            seq.rolling_at = seq.position
+
+    def publish(self, seq: Sequence) -> None:
+        """Make the rolling window the resume point of its block, for every later session."""
+        if seq.rolling_slot is None or not seq.rolling_at:
+            return
+        node = seq.path[seq.rolling_at // BLOCK_TOKENS - 1]
+        seq.rolling_at = 0
+        if node.resume == NO_PAGE:
+            self.points.publish(seq.rolling_slot, node)
+            self.coordinator.queue(node, ObjectKind.RESUME)
+            seq.rolling_slot = self.points.take()
+
+    def _add_page(self, seq: Sequence, mirror: int, device: int) -> None:
+        seq.mirror[seq.page_count], seq.device[seq.page_count] = mirror, device
+        seq.page_count += 1
+
+    def _unreserve(self, seq: Sequence, pages: int) -> None:
+        seq.reservation.mirror -= pages
+        seq.reservation.device -= pages
+        self.mirror_pool.unreserve(pages)
+        self.device_pool.unreserve(pages)
+
+    # ------------------------------------------------------------ closing
+    def close(self, seq: Sequence, keep_tail: bool = True) -> Tail | None:
+        """End a sequence in any state; returns its tail if it can be continued from and is wanted."""
+        assert not seq.closed
+        seq.closed = True
+        self.running.remove(seq)
+        tail = seq.tail  # never consumed: it is as it was
+        if seq.tail_slot != NO_PAGE:
+            self.publish(seq)
+            tail = self._leave_tail(seq, keep_tail and self.config.reuse)
+        if seq.rolling_slot is not None:
+            self.points.give_back(seq.rolling_slot)
+        self.mirror_pool.unreserve(seq.reservation.mirror)
+        self.device_pool.unreserve(seq.reservation.device)
+        self.tree.release(seq.leaf)
+        if not self.config.reuse and seq.path:
+            self.evictor.drop_subtree(seq.path[0])
+        return tail
+
+    def _leave_tail(self, seq: Sequence, keep: bool) -> Tail | None:
+        """Pages beyond the position go; so does everything if the tail is not to be kept."""
+        keep = keep and seq.position >= seq.emit_from
+        wanted = seq.position // BLOCK_TOKENS + (seq.position % BLOCK_TOKENS >= 4)
+        kept = max(wanted, len(seq.path)) if keep else len(seq.path)
+        while seq.page_count > kept:
+            seq.page_count -= 1
+            self.evictor.free_pair(int(seq.mirror[seq.page_count]), int(seq.device[seq.page_count]))
+        if not keep:
+            self.tails.free(seq.tail_slot)
+            return None
+        tail = Tail(position=seq.position, slot=seq.tail_slot)
+        if seq.unfinished_page:
+            tail.mirror, tail.device = int(seq.mirror[seq.page_count - 1]), int(seq.device[seq.page_count - 1])
+        return self.idle.add(tail)
+
+    def snapshot(self, seq: Sequence) -> Tail | None:
+        """A tail of a running sequence as it is now, packed, for a fork. None: mid-replay."""
+        if seq.tail_slot == NO_PAGE or seq.position < seq.emit_from:
+            return None
+        mirror, device = NO_PAGE, NO_PAGE
+        if seq.position % BLOCK_TOKENS >= 4:
+            last = seq.position // BLOCK_TOKENS
+            mirror, device = int(seq.mirror[last]), int(seq.device[last])
+        packed = self.idle.pack_slot(seq.tail_slot, seq.position, mirror, device, dirty=seq.tail_dirty)
+        return self.idle.add(Tail(position=seq.position, slot=None, packed=packed))
+
+
+class StaleStart(Exception):
+    """What a sequence was going to start from is gone; open it again."""
+
+
+def _by_tier(path: list[Node], tail_tokens: int) -> Reused:
+    device = sum(node.device != NO_PAGE for node in path) * BLOCK_TOKENS
+    host = sum(node.device == NO_PAGE and node.mirror != NO_PAGE for node in path) * BLOCK_TOKENS
+    store = len(path) * BLOCK_TOKENS - device - host
+    return Reused(device + tail_tokens, host, store)

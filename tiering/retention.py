@@ -1,0 +1,150 @@
+"""What is kept, and for how long: pins, suspension to the store, and forgetting."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from blake3 import blake3
+
+from dsv4_tierd.tiering.blocks import BLOCK_TOKENS, Transcript
+from dsv4_tierd.tiering.errors import NotPinned, PinBudgetExhausted, StoreUnavailable
+from dsv4_tierd.tiering.idle import IdleTails
+from dsv4_tierd.tiering.manager import TierManager
+from dsv4_tierd.tiering.radix import NO_PAGE, Node
+from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, PrefixStore
+from dsv4_tierd.tiering.tails import Tail
+
+
+@dataclass(slots=True)
+class Suspension:
+    """A suspend under way: done when every block and the tail are durable."""
+
+    path: list[Node]
+    blocks: int
+    tail_key: bytes | None
+    tail_size: int
+    futures: list[Future[None]] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        """Raises StoreUnavailable if something could not be written."""
+        for future in self.futures:
+            if future.done() and future.exception() is not None:
+                raise StoreUnavailable(f"the tail could not be written: {future.exception()}")
+        if len(self.path) < self.blocks or any(n.key is None or not (n.stored or n.mirror != NO_PAGE) for n in self.path):
+            raise StoreUnavailable("a page was evicted before it was stored")
+        return all(future.done() for future in self.futures) and all(node.stored for node in self.path)
+
+
+class Retention:
+    """Promises about idle sessions. Pins are counted in mirror pages against a budget."""
+
+    def __init__(self, manager: TierManager, pin_pages_max: int) -> None:
+        self._manager = manager
+        self.pin_pages_max = pin_pages_max
+        self._pins: dict[str, Node] = {}
+
+    @property
+    def pinned_pages(self) -> int:
+        """Mirror pages under at least one pin."""
+        return sum(1 for node in self._manager.tree.nodes.values() if node.pins)
+
+    # ------------------------------------------------------------ pins
+    def pin(self, name: str, transcript: Transcript, tenant: str) -> None:
+        """Keep the session's finished pages in host memory until unpinned; pinning again moves it.
+
+        Raises PinBudgetExhausted; then nothing has changed.
+        """
+        path = [n for n in self._manager.match(transcript, tenant, len(transcript)) if n.mirror != NO_PAGE]
+        fresh = sum(1 for node in path if not node.pins)
+        if self.pinned_pages + fresh > self.pin_pages_max:
+            raise PinBudgetExhausted(
+                f"{fresh} more pages on {self.pinned_pages} pinned exceed the budget of {self.pin_pages_max}"
+            )
+        leaf = path[-1] if path else self._manager.tree.root(tenant)
+        self._manager.tree.pin(leaf)
+        previous = self._pins.pop(name, None)
+        if previous is not None:
+            self._manager.tree.unpin(previous)
+        self._pins[name] = leaf
+
+    def unpin(self, name: str) -> None:
+        """Withdraw a session's pin. Raises NotPinned, changing nothing."""
+        leaf = self._pins.pop(name, None)
+        if leaf is None:
+            raise NotPinned(f"session {name} is not pinned")
+        self._manager.tree.unpin(leaf)
+
+    def is_pinned(self, name: str) -> bool:
+        return name in self._pins
+
+    def pin_counts(self) -> Counter[Node]:
+        """How often each node is pinned, for the audit."""
+        return Counter(node for leaf in self._pins.values() for node in leaf.path())
+
+    # ------------------------------------------------------------ suspend
+    def suspend_to_host(self, tail: Tail | None) -> None:
+        """Pack an idle tail, so that it holds nothing on the device."""
+        if tail is not None and tail.slot is not None:
+            self._manager.idle.pack_away(tail)
+
+    def suspend_to_store(self, name: str, transcript: Transcript, tenant: str, tail: Tail | None) -> Suspension:
+        """Write everything that the store lacks; poll ``done`` with the coordinator."""
+        manager = self._manager
+        if not manager.coordinator.up:
+            raise StoreUnavailable("no prefix store is configured, or it is away")
+        position = tail.position if tail is not None else len(transcript)
+        path = manager.match(transcript, tenant, position)
+        for node in path:
+            manager.coordinator.queue(node, ObjectKind.PAGE)
+            if node.resume != NO_PAGE:
+                manager.coordinator.queue(node, ObjectKind.RESUME)
+        suspension = Suspension(path, position // BLOCK_TOKENS, None, 0)
+        if tail is not None and not IdleTails.lost(tail):
+            packed = manager.idle.pack(tail)
+            key = tail_digest(name, transcript, tail.position)
+            suspension.tail_key, suspension.tail_size = key, len(packed)
+            suspension.futures.append(
+                manager.coordinator.submit_tail(ObjectKey(ObjectKind.TAIL, tenant, key), packed)
+            )
+        return suspension
+
+    # ------------------------------------------------------------ forgetting
+    def drop(self, transcript: Transcript, tenant: str, from_block: int, tail_key: bytes | None) -> None:
+        """Forget a session's blocks from ``from_block`` on, in every tier, and its stored tail."""
+        manager = self._manager
+        hashes = transcript.hashes[from_block:]
+        keys = {ObjectKey(kind, tenant, key) for key in hashes for kind in (ObjectKind.PAGE, ObjectKind.RESUME)}
+        node = manager.tree.nodes.get(hashes[0]) if hashes else None
+        if node is not None:
+            keys |= {
+                ObjectKey(kind, tenant, key)
+                for key in manager.evictor.drop_subtree(node)
+                for kind in (ObjectKind.PAGE, ObjectKind.RESUME)
+            }
+        if tail_key is not None:
+            keys.add(ObjectKey(ObjectKind.TAIL, tenant, tail_key))
+        if keys and manager.coordinator.has_store:
+            manager.coordinator.submit_delete(sorted(keys, key=lambda key: (key.kind, key.digest)))
+
+    def purge(self, tenant: str) -> Future[int] | None:
+        """Forget everything of one tenant; the future is done when its stored bytes are gone."""
+        manager = self._manager
+        for node in list(manager.tree.root(tenant).children):
+            manager.evictor.drop_subtree(node)
+
+        def delete(store: PrefixStore) -> int:
+            return store.delete_tenant(tenant)
+
+        return manager.coordinator.submit(delete) if manager.coordinator.has_store else None
+
+
+def tail_digest(name: str, transcript: Transcript, position: int) -> bytes:
+    """Name of a session's tail after ``position`` tokens: 32 bytes."""
+    hasher = blake3(derive_key_context="dsv4-tierd tail v1")
+    hasher.update(name.encode())
+    hasher.update(transcript.root)
+    hasher.update(transcript.tokens[:position].tobytes())
+    return hasher.digest()
