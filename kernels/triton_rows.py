@@ -74,14 +74,14 @@ def rms_norm_row(x, weight_ptr, eps, DIM: tl.constexpr):
 
 
 @triton.jit
-def rotate_row(x, position, inv_freq_ptr, DIM: tl.constexpr, ROPE: tl.constexpr, SIGN: tl.constexpr):
-    """Rotate the pairs of the last ROPE values by position * inv_freq, times SIGN (1 or -1)."""
+def rotate_row(x, position, inv_freq_ptr, DIM: tl.constexpr, ROPE: tl.constexpr):
+    """Rotate the pairs of the last ROPE values by position * inv_freq."""
     pair = tl.arange(0, DIM // 2) - (DIM - ROPE) // 2
     rotated = pair >= 0
     inv_freq = tl.load(inv_freq_ptr + pair, mask=rotated, other=0.0)
     angle = position.to(tl.float32) * inv_freq
     cos = tl.cos(angle)
-    sin = tl.sin(angle) * SIGN
+    sin = tl.sin(angle)
     even, odd = tl.split(tl.reshape(x, (DIM // 2, 2)))
     turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
     return tl.reshape(turned, (DIM,))

@@ -1,0 +1,87 @@
+"""Write window rows on the GPU: norm, rotate, encode and store in one launch, one program a row."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dsv4_tierd.kernels.layout import Rows
+from dsv4_tierd.kernels.triton_rows import (
+    KIND_CODE,
+    check_row_format,
+    rms_norm_row,
+    rotate_row,
+    row_arguments,
+    store_row,
+    tl,
+    triton,
+)
+
+
+def row_store(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    inv_freq: Tensor,
+    rows: Rows,
+    ids: Tensor,
+) -> None:
+    """Store one K = V row a token; see the twin in ref/.
+
+    x: [T, D] fp32 or bf16, raw projection, any row stride; weight: [D]; positions: [T] int;
+    inv_freq: [R/2] fp32; ids: [T] int row ids, distinct; an id below 0, or at or past the rows'
+    count, stores nothing. Writes ``rows``; a row's bytes depend on its own x and position alone.
+    Raises ValueError for a row format without a GPU encoder. Cost: x once, the rows once.
+    """
+    check_row_format(rows.format)
+    tokens, dim = x.shape
+    assert dim == rows.format.dim and x.stride(1) == 1, (x.shape, x.stride(), rows.format)
+    if not tokens:
+        return
+    _row_store[(tokens,)](
+        x,
+        x.stride(0),
+        weight,
+        eps,
+        positions,
+        inv_freq,
+        *row_arguments(rows),
+        ids,
+        DIM=dim,
+        ROPE=2 * inv_freq.shape[0],
+        KIND=KIND_CODE[rows.format.kind],
+        num_warps=max(1, dim // 256),
+    )
+
+
+@triton.jit
+def _row_store(
+    x_ptr,
+    x_token,
+    weight_ptr,
+    eps,
+    position_ptr,
+    inv_freq_ptr,
+    data_ptr,
+    scale_ptr,
+    data_page,
+    data_row,
+    scale_page,
+    scale_row,
+    page_rows,
+    row_count,
+    ids_ptr,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(ids_ptr + token).to(tl.int64)
+    position = tl.load(position_ptr + token)
+    x = tl.load(x_ptr + token * x_token + tl.arange(0, DIM)).to(tl.float32)
+    if (row >= 0) & (row < row_count):
+        x = rms_norm_row(x, weight_ptr, eps, DIM)
+        x = rotate_row(x, position, inv_freq_ptr, DIM, ROPE)
+        store_row(
+            x, row, data_ptr, scale_ptr, data_page, data_row, scale_page, scale_row, page_rows, DIM, KIND
+        )
