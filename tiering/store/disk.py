@@ -72,7 +72,7 @@ class DiskStore:
             raise ValueError(f"a store needs at least {BYTES_MIN} bytes, got {config.bytes_max}")
         self._config = config
         self._identity = bytes(32) if identity is None else identity.digest
-        config.folder.mkdir(parents=True, exist_ok=True)
+        config.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._owner = FolderLock(config.folder)
         try:
             self._vault = Vault(config, files or OsFiles())

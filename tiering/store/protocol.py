@@ -82,11 +82,15 @@ class PrefixStore(Protocol):
     def put(self, objects: Sequence[StoredObject]) -> None:
         """Write objects, parents first; durable when it returns. Those present are skipped.
 
-        Raises StoreUnavailable (down, or no space left).
+        Raises PreconditionFailed (a page's parent is not stored: nothing is written),
+        StoreUnavailable (down, or no space left).
         """
 
     def delete(self, keys: Iterable[ObjectKey]) -> int:
-        """Remove objects and their bytes; returns how many there were."""
+        """Remove objects, what hangs on them, and the bytes; returns how many of ``keys`` there were.
+
+        A resume point hangs on the page of its digest, everything else on its parent.
+        """
 
     def delete_tenant(self, tenant: str) -> int:
         """Remove every object of a tenant."""

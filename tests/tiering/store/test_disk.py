@@ -99,14 +99,14 @@ def test_the_folder_never_outgrows_its_bound(tmp_path: Path, holes: bool) -> Non
 def test_the_least_recently_used_run_goes_first_and_from_its_end(tmp_path: Path) -> None:
     """Reading the end of a run keeps all of it; the unread run loses its last pages first."""
     store = open_disk(tmp_path, bytes_max=2 << 20)
-    old, kept = chain("old", 40), chain("kept", 40)
-    store.put(old)
-    store.put(kept)
-    read(store, old[-1])
+    used, unread = chain("used", 40), chain("unread", 40)
+    store.put(used)
+    store.put(unread)
+    read(store, used[-1])
     for i in range(3):
-        store.put(chain(f"new{i}-", 20))
-    assert all(present(store, old))
-    held = present(store, kept)
+        store.put(chain(f"new{i}-", 28))
+    assert all(present(store, used))
+    held = present(store, unread)
     assert not all(held)
     assert held == sorted(held, reverse=True)
     store.close()
@@ -133,7 +133,7 @@ def test_uses_survive_a_restart(tmp_path: Path) -> None:
     read(store, first[-1])
     store.close()
     store = open_disk(tmp_path, bytes_max=2 << 20)
-    store.put(chain("third", 60))
+    store.put(chain("third", 90))
     assert all(present(store, first))
     assert not all(present(store, second))
     store.close()
@@ -197,7 +197,7 @@ def test_delete_waits_for_a_reader(tmp_path: Path) -> None:
     reading, go_on = threading.Event(), threading.Event()
 
     class SlowFiles(FaultyFiles):
-        def read(self, fd, buffers, offset):  # type: ignore[no-untyped-def]
+        def read(self, fd, buffers, offset):
             reading.set()
             go_on.wait(5)
             return super().read(fd, buffers, offset)

@@ -226,11 +226,11 @@ def test_every_call_to_the_disk_may_fail(tmp_path: Path) -> None:
     assert files.calls < n, "there were calls left to fail"
 
 
-def _work(store: DiskStore) -> tuple[list, list]:  # type: ignore[type-arg]
+def _work(store: DiskStore) -> tuple[list, list]:
     """Puts and deletes that may fail; what was acknowledged as stored, and as gone."""
     runs = [chain(f"r{i}-", 12) for i in range(3)]
-    promised: list = []  # type: ignore[type-arg]
-    gone: list = []  # type: ignore[type-arg]
+    promised: list = []
+    gone: list = []
     for run in runs:
         for start in (0, 6):
             try:
@@ -251,7 +251,7 @@ def _work(store: DiskStore) -> tuple[list, list]:  # type: ignore[type-arg]
     return promised, gone
 
 
-def _assert_promises(store: DiskStore, folder: Path, promised: list, gone: list) -> None:  # type: ignore[type-arg]
+def _assert_promises(store: DiskStore, folder: Path, promised: list, gone: list) -> None:
     assert [read(store, item) for item in promised] == [item.payload for item in promised]
     assert not any(present(store, gone))
     everything = folder_bytes(folder)
