@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from blake3 import blake3
+
 from dsv4_tierd.tiering.store.disk import DiskStore
 from dsv4_tierd.tiering.store.files import Buffer, Files, OsFiles
 from dsv4_tierd.tiering.store.identity import StoreIdentity
-from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, StoredObject, PrefixStore
+from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, PrefixStore, StoredObject
 from dsv4_tierd.tiering.store.vault import DiskConfig
 
 IDENTITY = StoreIdentity(

@@ -1,0 +1,1 @@
+"""The prefix store: what it does (protocol), and the embedded one (disk)."""

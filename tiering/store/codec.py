@@ -31,6 +31,7 @@ import struct
 from dataclasses import dataclass
 
 import xxhash
+
 from dsv4_tierd.tiering.errors import InvalidRequest, TransferFailed
 from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, StoredObject
 

@@ -87,7 +87,7 @@ class PrefixStore(Protocol):
         """
 
     def delete(self, keys: Iterable[ObjectKey]) -> int:
-        """Remove objects, what hangs on them, and the bytes; returns how many of ``keys`` there were.
+        """Remove objects, what hangs on them, and the bytes; how many of ``keys`` there were.
 
         A resume point hangs on the page of its digest, everything else on its parent.
         """

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dsv4_tierd.tiering.store.catalogue import Catalogue, Entry, Extent
-from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind
 from hypothesis import given
 from hypothesis import strategies as st
+
+from dsv4_tierd.tiering.store.catalogue import Catalogue, Entry, Extent
+from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind
 from store_cases import digest
 
 ACTIONS = st.lists(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from dsv4_tierd.tiering.errors import InvalidRequest, TransferFailed
 from dsv4_tierd.tiering.store import codec
 from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, StoredObject
-from hypothesis import given
-from hypothesis import strategies as st
 from store_cases import IDENTITY, page
 
 IDENTITY_BYTES = bytes(range(32))

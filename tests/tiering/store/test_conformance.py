@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from dsv4_tierd.tiering.errors import PreconditionFailed, StoreUnavailable, TransferFailed
 from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, PrefixStore, StoredObject
 from naive_store import NaiveStore

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from dsv4_tierd.tiering.store.disk import DiskStore
 from store_cases import Crash, FaultyFiles, chain, folder_bytes, open_disk, page, present, read
 

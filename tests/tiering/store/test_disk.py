@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from dsv4_tierd.tiering.errors import StoreUnavailable
-from dsv4_tierd.tiering.store.vault import DiskConfig
 from dsv4_tierd.tiering.store.disk import DiskStore
+from dsv4_tierd.tiering.store.vault import DiskConfig
 from store_cases import (
     IDENTITY,
     PAGE_BYTES,

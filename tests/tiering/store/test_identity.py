@@ -8,6 +8,7 @@ import sys
 from dataclasses import fields, replace
 
 import pytest
+
 from dsv4_tierd.tiering.store.identity import StoreIdentity, differences
 from store_cases import IDENTITY
 

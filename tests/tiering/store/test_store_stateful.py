@@ -6,9 +6,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from dsv4_tierd.tiering.errors import PreconditionFailed, TransferFailed
-from dsv4_tierd.tiering.store.disk import DiskStore
-from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, PrefixStore, StoredObject
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,6 +15,10 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+
+from dsv4_tierd.tiering.errors import PreconditionFailed, TransferFailed
+from dsv4_tierd.tiering.store.disk import DiskStore
+from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, PrefixStore, StoredObject
 from naive_store import NaiveStore
 from store_cases import IDENTITY, FaultyFiles, content, digest, open_disk
 
@@ -164,7 +165,7 @@ class Twins(RuleBasedStateMachine):
                 outcomes.append(call(store))
             except (PreconditionFailed, TransferFailed) as error:
                 outcomes.append(type(error))
-        if not self.files._holes:  # noqa: SLF001 then writing may compact, and find bad records
+        if not self.files._holes:
             self._meet_bad_ones_that_were_moved()
         assert outcomes[0] == outcomes[1]
 
