@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+FinishReason = Literal["stop", "length", "cancelled"]
+
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, omit_defaults=True):
     """Base of all messages; the class name is the tag."""
@@ -58,7 +60,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 # ---------------------------------------------------------------- daemon to worker
-class OpenSession(Message):
+class OpenSession(Message, frozen=True):
     """Make a session known with its words so far; nothing is computed."""
 
     session_id: str
@@ -67,7 +69,7 @@ class OpenSession(Message):
     tail_key: bytes | None = None  # 32 bytes: a tail that suspend wrote to the store
 
 
-class ForkSession(Message):
+class ForkSession(Message, frozen=True):
     """Copy a session at its current end, or at token ``at``. Answered by Ack."""
 
     op_id: int
@@ -76,7 +78,7 @@ class ForkSession(Message):
     at: int | None = None
 
 
-class Submit(Message):
+class Submit(Message, frozen=True):
     """Append tokens to a session and generate. max_tokens 0: only compute the prompt.
 
     An append alone leaves the last token pending, so that a later generate computes it.
@@ -92,18 +94,18 @@ class Submit(Message):
     credit: int = 1 << 30  # tokens that may be sent before more Credit arrives
 
 
-class Credit(Message):
+class Credit(Message, frozen=True):
     """The client has read: ``tokens`` more may be sent."""
 
     request_id: str
     tokens: int
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     request_id: str
 
 
-class SuspendSession(Message):
+class SuspendSession(Message, frozen=True):
     """Write tail (and, for the store, all pages) down; Ack when durable."""
 
     op_id: int
@@ -111,14 +113,14 @@ class SuspendSession(Message):
     tier: Literal["host", "store"] = "store"
 
 
-class ResumeSession(Message):
+class ResumeSession(Message, frozen=True):
     """Bring pages and tail back before the next request. Ack when on the device."""
 
     op_id: int
     session_id: str
 
 
-class RewindSession(Message):
+class RewindSession(Message, frozen=True):
     """Forget every token from ``to`` on."""
 
     op_id: int
@@ -126,16 +128,17 @@ class RewindSession(Message):
     to: int
 
 
-class CloseSession(Message):
+class CloseSession(Message, frozen=True):
     """Forget a session. Blocks from ``drop_from`` on are no other session's: their cached
-    and stored bytes go too. None: keep them cached."""
+    and stored bytes go too. None: keep them cached.
+    """
 
     op_id: int
     session_id: str
     drop_from: int | None = None
 
 
-class PinSession(Message):
+class PinSession(Message, frozen=True):
     """Promise that a session's pages stay in host memory (pin) or withdraw it (unpin)."""
 
     op_id: int
@@ -143,17 +146,17 @@ class PinSession(Message):
     pinned: bool
 
 
-class AskResidency(Message):
+class AskResidency(Message, frozen=True):
     op_id: int
     session_id: str
 
 
-class AskResumePoints(Message):
+class AskResumePoints(Message, frozen=True):
     op_id: int
     session_id: str
 
 
-class LookupPrefix(Message):
+class LookupPrefix(Message, frozen=True):
     """How much of these tokens is cached. Holds nothing. Ack with a Matched."""
 
     op_id: int
@@ -161,24 +164,24 @@ class LookupPrefix(Message):
     salt: str = ""
 
 
-class PurgeSalt(Message):
+class PurgeSalt(Message, frozen=True):
     """Remove every cached and stored byte of one tenant."""
 
     op_id: int
     salt: str
 
 
-class AskStats(Message):
+class AskStats(Message, frozen=True):
     op_id: int
 
 
-class Audit(Message):
+class Audit(Message, frozen=True):
     """Run every invariant check; Ack carries the failure, if any."""
 
     op_id: int
 
 
-class Drain(Message):
+class Drain(Message, frozen=True):
     """Finish nothing new; suspend every session to the store, then Ack."""
 
     op_id: int
@@ -186,7 +189,7 @@ class Drain(Message):
 
 
 # ---------------------------------------------------------------- worker to daemon
-class Ready(Message):
+class Ready(Message, frozen=True):
     """The worker serves. ``plan``: (name, bytes) of every pool."""
 
     model_id: str
@@ -198,13 +201,13 @@ class Ready(Message):
     plan: tuple[tuple[str, int], ...]
 
 
-class LoadProgress(Message):
+class LoadProgress(Message, frozen=True):
     stage: str
     done: int
     total: int
 
 
-class Progress(Message):
+class Progress(Message, frozen=True):
     """A long prefill goes on: ``done`` of ``total`` tokens to compute."""
 
     request_id: str
@@ -212,7 +215,7 @@ class Progress(Message):
     total: int
 
 
-class Tokens(Message):
+class Tokens(Message, frozen=True):
     """Newly drawn tokens. ``text`` is whole UTF-8 characters, held back while undecided."""
 
     request_id: str
@@ -221,17 +224,17 @@ class Tokens(Message):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """A request's end. ``text`` is what was still held back."""
 
     request_id: str
-    finish_reason: Literal["stop", "length", "cancelled"]
+    finish_reason: FinishReason
     usage: Usage
     text: str = ""
     stop_sequence: str | None = None
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """A request's end, with a code of tiering/errors.py."""
 
     request_id: str
@@ -266,7 +269,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, float]
 
 
-class Ack(Message):
+class Ack(Message, frozen=True):
     """Answer to a message with an op_id; ``code`` names the error if it failed."""
 
     op_id: int
@@ -281,8 +284,23 @@ class Ack(Message):
 
 
 ToWorker = (
-    OpenSession | ForkSession | Submit | Credit | Cancel | SuspendSession | ResumeSession | RewindSession
-    | CloseSession | PinSession | AskResidency | AskResumePoints | LookupPrefix | PurgeSalt | AskStats | Audit | Drain
+    OpenSession
+    | ForkSession
+    | Submit
+    | Credit
+    | Cancel
+    | SuspendSession
+    | ResumeSession
+    | RewindSession
+    | CloseSession
+    | PinSession
+    | AskResidency
+    | AskResumePoints
+    | LookupPrefix
+    | PurgeSalt
+    | AskStats
+    | Audit
+    | Drain
 )
 ToDaemon = Ready | LoadProgress | Progress | Tokens | Done | Failed | Ack
 

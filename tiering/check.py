@@ -55,19 +55,33 @@ def _check_tree(manager: TierManager, retention: Retention | None) -> None:
         parent = node.parent
         assert parent is not None
         _require(node in parent.children, "node is not among its parent's children")
-        _require(node.refs == refs[node], f"refs {node.refs}, but {refs[node]} sequences run through")
+        _require(
+            node.refs == refs[node], f"refs {node.refs}, but {refs[node]} sequences run through"
+        )
         if pins is not None:
             _require(node.pins == pins[node], f"pins {node.pins}, but {pins[node]} sessions pin it")
-        _require(node.device == NO_PAGE or node.mirror != NO_PAGE, "device page without a mirror page")
+        _require(
+            node.device == NO_PAGE or node.mirror != NO_PAGE, "device page without a mirror page"
+        )
         if parent.key is not None:
-            _require(node.mirror == NO_PAGE or parent.mirror != NO_PAGE, "mirrored under an unmirrored parent")
-            _require(node.device == NO_PAGE or parent.device != NO_PAGE, "on the device under a parent that is not")
+            _require(
+                node.mirror == NO_PAGE or parent.mirror != NO_PAGE,
+                "mirrored under an unmirrored parent",
+            )
+            _require(
+                node.device == NO_PAGE or parent.device != NO_PAGE,
+                "on the device under a parent that is not",
+            )
         _require(node.mirror_children == _with(node, "mirror"), "mirror_children is wrong")
         _require(node.device_children == _with(node, "device"), "device_children is wrong")
         evictable[Tier.HOST] += node.mirror != NO_PAGE and not node.refs and not node.pins
         evictable[Tier.DEVICE] += node.device != NO_PAGE and not node.refs
-    _require(tree.mirror_evictable == evictable[Tier.HOST], "count of evictable mirror pages is wrong")
-    _require(tree.device_evictable == evictable[Tier.DEVICE], "count of evictable device pages is wrong")
+    _require(
+        tree.mirror_evictable == evictable[Tier.HOST], "count of evictable mirror pages is wrong"
+    )
+    _require(
+        tree.device_evictable == evictable[Tier.DEVICE], "count of evictable device pages is wrong"
+    )
 
 
 def _with(node: Node, copy: str) -> int:
@@ -86,8 +100,14 @@ def _check_pages(manager: TierManager) -> None:
         mirror.update(seq.mirror[own].tolist())
         device.update(seq.device[own].tolist())
         for i, node in enumerate(seq.path[: seq.page_count]):
-            _require(int(seq.mirror[i]) == node.mirror, "a sequence's mirror table disagrees with the tree")
-            _require(int(seq.device[i]) == node.device, "a sequence's device table disagrees with the tree")
+            _require(
+                int(seq.mirror[i]) == node.mirror,
+                "a sequence's mirror table disagrees with the tree",
+            )
+            _require(
+                int(seq.device[i]) == node.device,
+                "a sequence's device table disagrees with the tree",
+            )
     for tail in manager.idle:
         mirror[tail.mirror] += tail.mirror != NO_PAGE
         device[tail.device] += tail.device != NO_PAGE
@@ -119,8 +139,13 @@ def _check_slots(manager: TierManager) -> None:
     points = Counter(manager.points.free_slots())
     points.update(manager.points.owners().keys())
     points.update(seq.rolling_slot for seq in manager.running if seq.rolling_slot is not None)
-    points.update(slot for kind, slot in manager.coordinator.load_targets if kind is ObjectKind.RESUME)
-    _require(points == Counter(range(manager.points.capacity)), f"resume slots do not have one owner each: {points}")
+    points.update(
+        slot for kind, slot in manager.coordinator.load_targets if kind is ObjectKind.RESUME
+    )
+    _require(
+        points == Counter(range(manager.points.capacity)),
+        f"resume slots do not have one owner each: {points}",
+    )
     for slot, node in manager.points.owners().items():
         _require(node.resume == slot and node.key is not None, "resume slot and node disagree")
 
@@ -130,7 +155,9 @@ def _check_reservations(manager: TierManager) -> None:
         (manager.mirror_pool, sum(seq.reservation.mirror for seq in manager.running)),
         (manager.device_pool, sum(seq.reservation.device for seq in manager.running)),
     ):
-        _require(pool.reserved == promised, f"{pool.name}: {pool.reserved} reserved, {promised} promised")
+        _require(
+            pool.reserved == promised, f"{pool.name}: {pool.reserved} reserved, {promised} promised"
+        )
         _require(pool.available >= 0, f"{pool.name}: more is promised than can be freed")
 
 
@@ -139,6 +166,12 @@ def _check_hot_set(hot: HotSet) -> None:
     for layer in range(len(hot.rows)):
         owner, residency = hot.owner[layer].long(), hot.residency[layer].long()
         owned = (owner >= 0).nonzero().flatten()
-        _require(bool((residency[owner[owned]] == owned).all()), "a hot row's owner does not name it back")
+        _require(
+            bool((residency[owner[owned]] == owned).all()),
+            "a hot row's owner does not name it back",
+        )
         resident = (residency >= 0).nonzero().flatten()
-        _require(bool((owner[residency[resident]] == resident).all()), "a resident row's slot has another owner")
+        _require(
+            bool((owner[residency[resident]] == resident).all()),
+            "a resident row's slot has another owner",
+        )

@@ -22,7 +22,13 @@ from dsv4_tierd.tiering.mirror import PageMemory
 from dsv4_tierd.tiering.pages import PagePool
 from dsv4_tierd.tiering.radix import NO_PAGE, Node, RadixTree
 from dsv4_tierd.tiering.resume import ResumePoints
-from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, PrefixStore, StoredObject
+from dsv4_tierd.tiering.store.protocol import (
+    ObjectKey,
+    ObjectKind,
+    PrefixStore,
+    StoredObject,
+    StoreUsage,
+)
 
 log = logging.getLogger("dsv4_tierd.tiering")
 
@@ -112,6 +118,10 @@ class Coordinator:
     def can_load(self) -> bool:
         return len(self._loads) < self._limits.loads_max
 
+    def store_usage(self) -> StoreUsage | None:
+        """The store's gauges; None without one."""
+        return self._store.usage() if self._store is not None else None
+
     def known(self, tenant: str, hashes: Sequence[bytes]) -> int:
         """How many of these blocks, from the first on, the store has."""
         if self._store is None or not self.up or not hashes:
@@ -123,7 +133,11 @@ class Coordinator:
     def has_point(self, node: Node) -> bool:
         """Whether the store has a resume point at the end of this block."""
         assert node.key is not None
-        return self._store is not None and self.up and self._store.has([_key(node, ObjectKind.RESUME)])[0]
+        return (
+            self._store is not None
+            and self.up
+            and self._store.has([_key(node, ObjectKind.RESUME)])[0]
+        )
 
     # ------------------------------------------------------------ loads
     def loading(self, node: Node, kind: ObjectKind) -> bool:
@@ -249,7 +263,9 @@ class Coordinator:
                 self._points.give_back(load.target)
             return
         parent = node.parent
-        rooted = parent is not None and (parent.key is None and parent.parent is None or parent.mirror != NO_PAGE)
+        rooted = parent is not None and (
+            (parent.key is None and parent.parent is None) or parent.mirror != NO_PAGE
+        )
         if found and node.key is not None and rooted and node.mirror == NO_PAGE:
             self._tree.set_mirror(node, load.target)
             self.counters.pages_loaded += 1
@@ -272,7 +288,9 @@ class Coordinator:
             del self._dirty[key]
             parent = node.parent.key if node.parent is not None else None
             batch.append((node, key.kind))
-            objects.append(StoredObject(key, node.key if key.kind is ObjectKind.RESUME else parent, payload))
+            objects.append(
+                StoredObject(key, node.key if key.kind is ObjectKind.RESUME else parent, payload)
+            )
         if objects:
             assert self._store is not None
             write = _Write(batch, sum(len(item.payload) for item in objects))

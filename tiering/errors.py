@@ -45,7 +45,9 @@ class TierError(Exception):
     code: ClassVar[str] = "internal_error"
     status: ClassVar[int] = 500
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
@@ -130,7 +132,9 @@ class Refused(TierError):
 
     status = 503
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = 1.0) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = 1.0
+    ) -> None:
         super().__init__(message, param=param, retry_after_s=retry_after_s)
 
 
@@ -164,7 +168,9 @@ class Unavailable(TierError):
 
     status = 503
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = 1.0) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = 1.0
+    ) -> None:
         super().__init__(message, param=param, retry_after_s=retry_after_s)
 
 
@@ -198,6 +204,8 @@ def error_classes() -> dict[str, type[TierError]]:
     return found
 
 
-def from_code(code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> TierError:
+def from_code(
+    code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
+) -> TierError:
     """The error that a wire code stands for; an unknown code gives a plain TierError."""
     return error_classes().get(code, TierError)(message, param=param, retry_after_s=retry_after_s)

@@ -59,16 +59,24 @@ class C4Rows(Protocol):
 
     counters: SwapCounters
 
-    def store_decoded(self, layer: int, places: Seq[C4Place], entries: Tensor, rows: Tensor) -> None:
+    def store_decoded(
+        self, layer: int, places: Seq[C4Place], entries: Tensor, rows: Tensor
+    ) -> None:
         """Keep one new entry a sequence: entries [B] (-1: none closed), rows [B, dim] fp32."""
 
-    def lookup(self, layer: int, places: Seq[C4Place], entries: Tensor, step: int) -> tuple[Rows, Tensor]:
+    def lookup(
+        self, layer: int, places: Seq[C4Place], entries: Tensor, step: int
+    ) -> tuple[Rows, Tensor]:
         """Chosen entries [B, K] to (rows, row ids [B, K]); fetches what is missing."""
 
-    def store_prefilled(self, layer: int, place: C4Place, first: int, rows: Tensor, end: int) -> None:
+    def store_prefilled(
+        self, layer: int, place: C4Place, first: int, rows: Tensor, end: int
+    ) -> None:
         """Keep entries [first, first + n) of a chunk that ends at entry ``end``: rows [n, dim]."""
 
-    def prefill_lookup(self, layer: int, place: C4Place, chosen: Tensor, count: int) -> tuple[Rows, Tensor]:
+    def prefill_lookup(
+        self, layer: int, place: C4Place, chosen: Tensor, count: int
+    ) -> tuple[Rows, Tensor]:
         """Chosen entries [T, K] of the first ``count`` to (rows, row ids [T, K])."""
 
     def flush(self, place: C4Place, first: int, end: int) -> None:
@@ -91,19 +99,30 @@ class DirectRows:
         self.counters = SwapCounters()
         self._rows = memory.mirror_c4
 
-    def store_decoded(self, layer: int, places: Seq[C4Place], entries: Tensor, rows: Tensor) -> None:
+    def store_decoded(
+        self, layer: int, places: Seq[C4Place], entries: Tensor, rows: Tensor
+    ) -> None:
         for i, place in enumerate(places):
             if entries[i] >= 0:
                 self._rows[layer].write(place.mirror_rows(entries[i : i + 1]), rows[i : i + 1])
 
-    def lookup(self, layer: int, places: Seq[C4Place], entries: Tensor, step: int) -> tuple[Rows, Tensor]:
-        ids = [torch.where(e >= 0, p.mirror_rows(e.long().clamp_min(0)), -1) for p, e in zip(places, entries, strict=True)]
+    def lookup(
+        self, layer: int, places: Seq[C4Place], entries: Tensor, step: int
+    ) -> tuple[Rows, Tensor]:
+        ids = [
+            torch.where(e >= 0, p.mirror_rows(e.long().clamp_min(0)), -1)
+            for p, e in zip(places, entries, strict=True)
+        ]
         return self._rows[layer], torch.stack(ids)
 
-    def store_prefilled(self, layer: int, place: C4Place, first: int, rows: Tensor, end: int) -> None:
+    def store_prefilled(
+        self, layer: int, place: C4Place, first: int, rows: Tensor, end: int
+    ) -> None:
         self._rows[layer].write(place.mirror_rows(torch.arange(first, first + len(rows))), rows)
 
-    def prefill_lookup(self, layer: int, place: C4Place, chosen: Tensor, count: int) -> tuple[Rows, Tensor]:
+    def prefill_lookup(
+        self, layer: int, place: C4Place, chosen: Tensor, count: int
+    ) -> tuple[Rows, Tensor]:
         ids = place.mirror_rows(chosen.long().clamp_min(0))
         return self._rows[layer], torch.where(chosen >= 0, ids, -1)
 
@@ -141,36 +160,51 @@ class HotSet:
         self.residency = torch.full((layers, mirror_rows), -1, dtype=torch.int32, device=device)
         self.owner = torch.full((layers, self.hot_rows), -1, dtype=torch.int32, device=device)
         self.stamp = torch.full((layers, self.hot_rows), -1, dtype=torch.int32, device=device)
-        self._staging = [row_pool(fmt, plan.staging_rows, C4_ROWS_PER_PAGE, device) for _ in range(min(layers, 2))]
+        self._staging = [
+            row_pool(fmt, plan.staging_rows, C4_ROWS_PER_PAGE, device)
+            for _ in range(min(layers, 2))
+        ]
 
-    def store_decoded(self, layer: int, places: Seq[C4Place], entries: Tensor, rows: Tensor) -> None:
+    def store_decoded(
+        self, layer: int, places: Seq[C4Place], entries: Tensor, rows: Tensor
+    ) -> None:
         chosen = (entries >= 0).nonzero().flatten()
         if len(chosen):
             bases = torch.tensor([self._tail_base(place.tail_slot) for place in places])
             self.rows[layer].write(bases[chosen] + entries[chosen] % TAIL_C4_ROWS, rows[chosen])
 
-    def lookup(self, layer: int, places: Seq[C4Place], entries: Tensor, step: int) -> tuple[Rows, Tensor]:
+    def lookup(
+        self, layer: int, places: Seq[C4Place], entries: Tensor, step: int
+    ) -> tuple[Rows, Tensor]:
         mirror_rows = torch.full_like(entries, -1, dtype=torch.int64)
         tail_ids = torch.full_like(mirror_rows, -1)
         for i, place in enumerate(places):
             chosen = entries[i].long()
             in_tail = chosen >= place.tail_from
-            tail_ids[i] = torch.where(in_tail, self._tail_base(place.tail_slot) + chosen % TAIL_C4_ROWS, -1)
+            tail_ids[i] = torch.where(
+                in_tail, self._tail_base(place.tail_slot) + chosen % TAIL_C4_ROWS, -1
+            )
             in_mirror = (chosen >= 0) & ~in_tail
             mirror_rows[i, in_mirror] = place.mirror_rows(chosen[in_mirror])
-        planned = plan_swap_in(mirror_rows, self.residency[layer], self.owner[layer], self.stamp[layer], step)
+        planned = plan_swap_in(
+            mirror_rows, self.residency[layer], self.owner[layer], self.stamp[layer], step
+        )
         swap_in(planned, self.rows[layer], self._mirror[layer])
         self.counters.hits += planned.hits
         self.counters.misses += planned.misses
         self.counters.bytes_fetched += planned.misses * self.rows[layer].format.row_bytes
         return self.rows[layer], torch.where(tail_ids >= 0, tail_ids, planned.slots.long())
 
-    def store_prefilled(self, layer: int, place: C4Place, first: int, rows: Tensor, end: int) -> None:
+    def store_prefilled(
+        self, layer: int, place: C4Place, first: int, rows: Tensor, end: int
+    ) -> None:
         """Written through to the mirror; what the chunk leaves unfinished, to the tail also."""
         self._mirror[layer].write(place.mirror_rows(torch.arange(first, first + len(rows))), rows)
         self._load_layer(layer, place, end - end % C4_ROWS_PER_PAGE, end)
 
-    def prefill_lookup(self, layer: int, place: C4Place, chosen: Tensor, count: int) -> tuple[Rows, Tensor]:
+    def prefill_lookup(
+        self, layer: int, place: C4Place, chosen: Tensor, count: int
+    ) -> tuple[Rows, Tensor]:
         """A long chunk streams the whole layer into staging; a short append reads its rows."""
         if len(chosen) * STREAM_TOKENS_PER_QUERY < count * 4:
             return self._read_chosen(layer, place, chosen)

@@ -26,7 +26,12 @@ class IdleTails:
     """Every idle tail, least recently idle first, within a budget of packed bytes."""
 
     def __init__(
-        self, pool: TailPool, memory: PageMemory, c4: C4Rows, evictor: Evictor, packed_bytes_max: int
+        self,
+        pool: TailPool,
+        memory: PageMemory,
+        c4: C4Rows,
+        evictor: Evictor,
+        packed_bytes_max: int,
     ) -> None:
         self.counters = TailCounters()
         self.packed_bytes = 0
@@ -95,7 +100,9 @@ class IdleTails:
         assert tail.slot is not None
         return self.pack_slot(tail.slot, tail.position, tail.mirror, tail.device)
 
-    def pack_slot(self, slot: int, position: int, mirror: int, device: int, dirty: bool = True) -> bytes:
+    def pack_slot(
+        self, slot: int, position: int, mirror: int, device: int, dirty: bool = True
+    ) -> bytes:
         """Pack a tail slot with the unfinished page in these pages (NO_PAGE: it has none)."""
         if mirror == NO_PAGE:
             return self._pool.pack(slot, position, None)
@@ -135,9 +142,14 @@ class IdleTails:
             if self.packed_bytes <= self._packed_bytes_max:
                 return
             if tail.packed is not None:
-                self.packed_bytes -= len(tail.packed)
-                tail.packed = None
-                self.counters.lost += 1
+                self.lose(tail)
+
+    def lose(self, tail: Tail) -> None:
+        """Give up a packed tail's bytes; its sessions compute it again."""
+        assert tail.packed is not None
+        self.packed_bytes -= len(tail.packed)
+        tail.packed = None
+        self.counters.lost += 1
 
     def _remove(self, tail: Tail) -> None:
         del self._tails[id(tail)]

@@ -11,7 +11,9 @@ Calls come from the engine thread alone. A sequence's life::
 
 from __future__ import annotations
 
+import logging
 import os
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +22,7 @@ from dsv4_tierd.kernels.layout import PageLayout
 from dsv4_tierd.kernels.tail_layout import TailLayout
 from dsv4_tierd.tiering.blocks import BLOCK_TOKENS, Transcript, chain_root
 from dsv4_tierd.tiering.coordinator import Coordinator
-from dsv4_tierd.tiering.errors import ExceedsCapacity, HostPoolExhausted
+from dsv4_tierd.tiering.errors import ExceedsCapacity, HostPoolExhausted, TierError, TransferFailed
 from dsv4_tierd.tiering.evict import Evictor
 from dsv4_tierd.tiering.hot_set import C4Rows, DirectRows, HotSet
 from dsv4_tierd.tiering.idle import IdleTails
@@ -31,8 +33,10 @@ from dsv4_tierd.tiering.radix import NO_PAGE, Node, RadixTree
 from dsv4_tierd.tiering.replay import Start, choose_start, replay_tokens
 from dsv4_tierd.tiering.resume import ResumePoints
 from dsv4_tierd.tiering.sequence import Reservation, Reused, Sequence, page_table
-from dsv4_tierd.tiering.store.protocol import ObjectKind, PrefixStore
-from dsv4_tierd.tiering.tails import Tail, TailPool
+from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, PrefixStore
+from dsv4_tierd.tiering.tails import Tail, TailPool, split_packed
+
+log = logging.getLogger("dsv4_tierd.tiering")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +59,24 @@ class TierManager:
     def __init__(self, config: TierConfig, store: PrefixStore | None = None) -> None:
         plan, device = config.plan, config.device
         self.config = config
-        self.replay = replay_tokens(config.tail.window, config.replay_layers or config.tail.layer_count + 1)
+        self.replay = replay_tokens(
+            config.tail.window, config.replay_layers or config.tail.layer_count + 1
+        )
         self.tree = RadixTree()
         self.memory = PageMemory(config.pages, plan.mirror_pages, plan.device_pages, device)
         self.mirror_pool = PagePool("mirror", plan.mirror_pages)
         self.device_pool = PagePool("device", plan.device_pages)
         self.tails = TailPool(config.tail, plan.tail_slots, device)
         self.points = ResumePoints(
-            plan.resume_slots, config.tail.resume_bytes, self.tree, self.replay, device.type == "cuda"
+            plan.resume_slots,
+            config.tail.resume_bytes,
+            self.tree,
+            self.replay,
+            device.type == "cuda",
         )
-        self.c4: C4Rows = HotSet(self.memory, plan, device) if config.tiered else DirectRows(self.memory)
+        self.c4: C4Rows = (
+            HotSet(self.memory, plan, device) if config.tiered else DirectRows(self.memory)
+        )
         self.evictor = Evictor(self.tree, self.mirror_pool, self.device_pool, self.points, self.c4)
         self.idle = IdleTails(self.tails, self.memory, self.c4, self.evictor, plan.idle_tail_bytes)
         self.coordinator = Coordinator(store, self.tree, self.memory, self.mirror_pool, self.points)
@@ -90,7 +102,9 @@ class TierManager:
             return path[:resident]
         rest = hashes[len(path) :]
         for key in rest[: self.coordinator.known(tenant, rest)]:
-            node = self.tree.nodes.get(key) or self.tree.add(key, path[-1] if path else self.tree.root(tenant))
+            node = self.tree.nodes.get(key) or self.tree.add(
+                key, path[-1] if path else self.tree.root(tenant)
+            )
             node.stored = True
             path.append(node)
         return path
@@ -109,7 +123,9 @@ class TierManager:
         return choose_start(path, self.replay)
 
     # ------------------------------------------------------------ opening
-    def open(self, transcript: Transcript, tenant: str, tail: Tail | None, reserve_tokens: int) -> Sequence:
+    def open(
+        self, transcript: Transcript, tenant: str, tail: Tail | None, reserve_tokens: int
+    ) -> Sequence:
         """Start a sequence whose tokens are all of ``transcript``, of which at least one is computed.
 
         Reserves every page up to ``reserve_tokens``. ``tail``: an idle tail of exactly this
@@ -128,14 +144,24 @@ class TierManager:
         usable = tail is not None and self.config.reuse and not IdleTails.lost(tail)
         if usable and tail is not None:
             blocks = tail.position // BLOCK_TOKENS
-            if blocks <= len(path) and tail.position < len(transcript) and start.begin <= tail.position:
+            if (
+                blocks <= len(path)
+                and tail.position < len(transcript)
+                and start.begin <= tail.position
+            ):
                 path = path[:blocks]
                 start = Start(tail.position, tail.position, None, triangle=False)
                 return self._open(transcript, tenant, path, start, tail, reserve_tokens)
         return self._open(transcript, tenant, path, start, None, reserve_tokens)
 
     def _open(
-        self, transcript: Transcript, tenant: str, path: list[Node], start: Start, tail: Tail | None, reserve: int
+        self,
+        transcript: Transcript,
+        tenant: str,
+        path: list[Node],
+        start: Start,
+        tail: Tail | None,
+        reserve: int,
     ) -> Sequence:
         root = self.tree.root(tenant)
         leaf = path[-1] if path else root
@@ -143,7 +169,8 @@ class TierManager:
         total = -(-reserve // BLOCK_TOKENS)
         unfinished = total - len(path)
         mirror_need = unfinished + sum(
-            node.mirror == NO_PAGE and not self.coordinator.in_flight(node, ObjectKind.PAGE) for node in path
+            node.mirror == NO_PAGE and not self.coordinator.in_flight(node, ObjectKind.PAGE)
+            for node in path
         )
         device_need = unfinished + sum(node.device == NO_PAGE for node in path)
         reservation = Reservation()
@@ -250,9 +277,19 @@ class TierManager:
         if has_page:
             self.extend(seq, tail.position)
         page = self.memory.blob(int(seq.mirror[seq.page_count - 1])) if has_page else None
-        self.tails.unpack(packed, seq.tail_slot, page)
+        try:
+            self.tails.unpack(packed, seq.tail_slot, page)
+        except TransferFailed as error:
+            log.warning("packed tail is not used, recomputing: %s", error)
+            self.tails.free(seq.tail_slot)
+            seq.tail_slot = NO_PAGE
+            self.idle.lose(tail)
+            raise StaleStart from error
         if has_page:
-            mirror, device = int(seq.mirror[seq.page_count - 1]), int(seq.device[seq.page_count - 1])
+            mirror, device = (
+                int(seq.mirror[seq.page_count - 1]),
+                int(seq.device[seq.page_count - 1]),
+            )
             self.memory.restore(mirror, device)
             self.c4.load_tail(*self.idle.unfinished(seq.tail_slot, tail.position, mirror))
         self.idle.release(tail)
@@ -262,6 +299,28 @@ class TierManager:
         while not self.tails.free_count:
             assert self.idle.spill_slot(), "more running sequences than tail slots"
         return self.tails.take()
+
+    # ------------------------------------------------------------ stored tails
+    def fetch_tail(self, tenant: str, digest: bytes, size: int) -> Future[bytes] | None:
+        """Start reading a suspended session's tail; None: the store is away, compute instead."""
+        if not self.coordinator.up:
+            return None
+        return self.coordinator.fetch_tail(ObjectKey(ObjectKind.TAIL, tenant, digest), size)
+
+    def accept_tail(self, fetch: Future[bytes] | None, token_count: int) -> Tail | None:
+        """A finished read to an idle tail; None, and a line in the log, if it brought none."""
+        if fetch is None:
+            return None
+        try:
+            packed = fetch.result()
+            position = split_packed(packed)[0].position
+        except TierError as error:
+            self.coordinator.counters.loads_failed += 1
+            log.warning("stored tail is not used, recomputing: %s", error)
+            return None
+        if position >= token_count:
+            return None
+        return self.idle.add(Tail(position=position, slot=None, packed=packed))
 
     # ------------------------------------------------------------ running
     def extend(self, seq: Sequence, upto: int) -> None:
@@ -354,9 +413,11 @@ class TierManager:
         seq.closed = True
         self.running.remove(seq)
         tail = seq.tail  # never consumed: it is as it was
-        if seq.tail_slot != NO_PAGE:
+        if seq.began:
             self.publish(seq)
             tail = self._leave_tail(seq, keep_tail and self.config.reuse)
+        else:
+            self._free_private(seq, len(seq.path))
         if seq.rolling_slot is not None:
             self.points.give_back(seq.rolling_slot)
         self.mirror_pool.unreserve(seq.reservation.mirror)
@@ -371,26 +432,34 @@ class TierManager:
         keep = keep and seq.position >= seq.emit_from
         wanted = seq.position // BLOCK_TOKENS + (seq.position % BLOCK_TOKENS >= 4)
         kept = max(wanted, len(seq.path)) if keep else len(seq.path)
-        while seq.page_count > kept:
-            seq.page_count -= 1
-            self.evictor.free_pair(int(seq.mirror[seq.page_count]), int(seq.device[seq.page_count]))
+        self._free_private(seq, kept)
         if not keep:
             self.tails.free(seq.tail_slot)
             return None
         tail = Tail(position=seq.position, slot=seq.tail_slot)
         if seq.unfinished_page:
-            tail.mirror, tail.device = int(seq.mirror[seq.page_count - 1]), int(seq.device[seq.page_count - 1])
+            tail.mirror, tail.device = (
+                int(seq.mirror[seq.page_count - 1]),
+                int(seq.device[seq.page_count - 1]),
+            )
         return self.idle.add(tail)
+
+    def _free_private(self, seq: Sequence, kept: int) -> None:
+        while seq.page_count > kept:
+            seq.page_count -= 1
+            self.evictor.free_pair(int(seq.mirror[seq.page_count]), int(seq.device[seq.page_count]))
 
     def snapshot(self, seq: Sequence) -> Tail | None:
         """A tail of a running sequence as it is now, packed, for a fork. None: mid-replay."""
-        if seq.tail_slot == NO_PAGE or seq.position < seq.emit_from:
+        if not seq.began or seq.position < seq.emit_from:
             return None
         mirror, device = NO_PAGE, NO_PAGE
         if seq.position % BLOCK_TOKENS >= 4:
             last = seq.position // BLOCK_TOKENS
             mirror, device = int(seq.mirror[last]), int(seq.device[last])
-        packed = self.idle.pack_slot(seq.tail_slot, seq.position, mirror, device, dirty=seq.tail_dirty)
+        packed = self.idle.pack_slot(
+            seq.tail_slot, seq.position, mirror, device, dirty=seq.tail_dirty
+        )
         return self.idle.add(Tail(position=seq.position, slot=None, packed=packed))
 
 

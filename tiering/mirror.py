@@ -18,14 +18,22 @@ class PageMemory:
     mirror: [mirror_pages, mirror_bytes] uint8 host; device: [device_pages, device_bytes] uint8.
     """
 
-    def __init__(self, layout: PageLayout, mirror_pages: int, device_pages: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: PageLayout, mirror_pages: int, device_pages: int, device: torch.device
+    ) -> None:
         self.layout = layout
         pinned = device.type == "cuda"
-        self.mirror = torch.zeros(mirror_pages, layout.mirror_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self.device = torch.zeros(device_pages, layout.device_bytes, dtype=torch.uint8, device=device)
+        self.mirror = torch.zeros(
+            mirror_pages, layout.mirror_bytes, dtype=torch.uint8, pin_memory=pinned
+        )
+        self.device = torch.zeros(
+            device_pages, layout.device_bytes, dtype=torch.uint8, device=device
+        )
         c4_part = self.mirror[:, : layout.c4_bytes]
         self.mirror_c4: tuple[Rows, ...] = tuple(section.view(c4_part) for section in layout.c4)
-        self.index_keys: tuple[Rows, ...] = tuple(section.view(self.device) for section in layout.index)
+        self.index_keys: tuple[Rows, ...] = tuple(
+            section.view(self.device) for section in layout.index
+        )
         self.c128: tuple[Rows, ...] = tuple(section.view(self.device) for section in layout.c128)
 
     def write_back(self, device_page: int, mirror_page: int) -> None:

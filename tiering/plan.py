@@ -91,7 +91,12 @@ def plan(model: ModelSizes, budgets: Budgets) -> Plan:
 
 
 def _spend(
-    model: ModelSizes, budgets: Budgets, host: _HostSplit, session_pages: int, left: int, hot_rows: int
+    model: ModelSizes,
+    budgets: Budgets,
+    host: _HostSplit,
+    session_pages: int,
+    left: int,
+    hot_rows: int,
 ) -> Plan:
     """Share what one largest session leaves: more mirror, more device pages, more hot rows."""
     mirror_pages = host.mirror_pages
@@ -144,7 +149,9 @@ class _HostSplit:
         floor = budgets.max_batch + 4
         share = budgets.host_bytes // 8
         resume_slots = max(floor, min(budgets.resume_bytes, share) // model.resume_bytes)
-        tail_bytes = min(budgets.idle_tails * (model.tail_slot_bytes + model.mirror_page_bytes), share)
+        tail_bytes = min(
+            budgets.idle_tails * (model.tail_slot_bytes + model.mirror_page_bytes), share
+        )
         left = budgets.host_bytes - resume_slots * model.resume_bytes - tail_bytes
         pages = left // model.mirror_page_bytes
         if pages < 2:

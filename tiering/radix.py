@@ -36,8 +36,21 @@ class Node:
     """One block in the tree, or (key None) the root of one tenant."""
 
     __slots__ = (
-        "children", "depth", "device", "device_children", "key", "mirror", "mirror_children",
-        "parent", "pins", "refs", "resume", "resume_stored", "stamp", "stored", "tenant",
+        "children",
+        "depth",
+        "device",
+        "device_children",
+        "key",
+        "mirror",
+        "mirror_children",
+        "parent",
+        "pins",
+        "refs",
+        "resume",
+        "resume_stored",
+        "stamp",
+        "stored",
+        "tenant",
     )
 
     def __init__(self, key: bytes | None, parent: Node | None, tenant: str) -> None:
@@ -112,7 +125,12 @@ class RadixTree:
 
     @staticmethod
     def _is_empty(node: Node) -> bool:
-        copies = node.mirror != NO_PAGE or node.device != NO_PAGE or node.stored or node.resume != NO_PAGE
+        copies = (
+            node.mirror != NO_PAGE
+            or node.device != NO_PAGE
+            or node.stored
+            or node.resume != NO_PAGE
+        )
         return not (copies or node.refs or node.pins or node.children)
 
     # ------------------------------------------------------------ holding

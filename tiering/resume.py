@@ -21,8 +21,12 @@ class ResumePoints:
     a node. ``reserved`` slots are promised to sequences and never kept by nodes.
     """
 
-    def __init__(self, slot_count: int, resume_bytes: int, tree: RadixTree, replay: int, pinned: bool) -> None:
-        self.slots = torch.zeros(slot_count, max(resume_bytes, 1), dtype=torch.uint8, pin_memory=pinned)
+    def __init__(
+        self, slot_count: int, resume_bytes: int, tree: RadixTree, replay: int, pinned: bool
+    ) -> None:
+        self.slots = torch.zeros(
+            slot_count, max(resume_bytes, 1), dtype=torch.uint8, pin_memory=pinned
+        )
         self.evicted_total = 0
         self._free = list(range(slot_count))
         self._owners: dict[int, Node] = {}
@@ -91,6 +95,11 @@ class ResumePoints:
     def _value(self, node: Node) -> float:
         saved = BLOCK_TOKENS
         ancestor = node.parent
-        while ancestor is not None and ancestor.key is not None and saved < self._replay and not has_point(ancestor):
+        while (
+            ancestor is not None
+            and ancestor.key is not None
+            and saved < self._replay
+            and not has_point(ancestor)
+        ):
             saved, ancestor = saved + BLOCK_TOKENS, ancestor.parent
         return saved / (self._tree.clock - node.stamp + 1)

@@ -33,9 +33,13 @@ class Suspension:
         for future in self.futures:
             if future.done() and future.exception() is not None:
                 raise StoreUnavailable(f"the tail could not be written: {future.exception()}")
-        if len(self.path) < self.blocks or any(n.key is None or not (n.stored or n.mirror != NO_PAGE) for n in self.path):
+        if len(self.path) < self.blocks or any(
+            n.key is None or not (n.stored or n.mirror != NO_PAGE) for n in self.path
+        ):
             raise StoreUnavailable("a page was evicted before it was stored")
-        return all(future.done() for future in self.futures) and all(node.stored for node in self.path)
+        return all(future.done() for future in self.futures) and all(
+            node.stored for node in self.path
+        )
 
 
 class Retention:
@@ -57,7 +61,11 @@ class Retention:
 
         Raises PinBudgetExhausted; then nothing has changed.
         """
-        path = [n for n in self._manager.match(transcript, tenant, len(transcript)) if n.mirror != NO_PAGE]
+        path = [
+            n
+            for n in self._manager.match(transcript, tenant, len(transcript))
+            if n.mirror != NO_PAGE
+        ]
         fresh = sum(1 for node in path if not node.pins)
         if self.pinned_pages + fresh > self.pin_pages_max:
             raise PinBudgetExhausted(
@@ -90,7 +98,9 @@ class Retention:
         if tail is not None and tail.slot is not None:
             self._manager.idle.pack_away(tail)
 
-    def suspend_to_store(self, name: str, transcript: Transcript, tenant: str, tail: Tail | None) -> Suspension:
+    def suspend_to_store(
+        self, name: str, transcript: Transcript, tenant: str, tail: Tail | None
+    ) -> Suspension:
         """Write everything that the store lacks; poll ``done`` with the coordinator."""
         manager = self._manager
         if not manager.coordinator.up:
@@ -112,11 +122,17 @@ class Retention:
         return suspension
 
     # ------------------------------------------------------------ forgetting
-    def drop(self, transcript: Transcript, tenant: str, from_block: int, tail_key: bytes | None) -> None:
+    def drop(
+        self, transcript: Transcript, tenant: str, from_block: int, tail_key: bytes | None
+    ) -> None:
         """Forget a session's blocks from ``from_block`` on, in every tier, and its stored tail."""
         manager = self._manager
         hashes = transcript.hashes[from_block:]
-        keys = {ObjectKey(kind, tenant, key) for key in hashes for kind in (ObjectKind.PAGE, ObjectKind.RESUME)}
+        keys = {
+            ObjectKey(kind, tenant, key)
+            for key in hashes
+            for kind in (ObjectKind.PAGE, ObjectKind.RESUME)
+        }
         node = manager.tree.nodes.get(hashes[0]) if hashes else None
         if node is not None:
             keys |= {

@@ -74,6 +74,11 @@ class Sequence:
         return self.path[-1] if self.path else self.root
 
     @property
+    def began(self) -> bool:
+        """Whether its tail is in a slot, so that it may compute."""
+        return self.tail_slot != NO_PAGE
+
+    @property
     def mirror_pages(self) -> Tensor:
         return self.mirror[: self.page_count]
 

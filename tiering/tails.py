@@ -83,7 +83,9 @@ class TailPool:
         if page is not None:
             parts.append(page)
             page_bytes = page.numel()
-        header = msgspec.msgpack.encode(_Header(TAIL_FORMAT_VERSION, position, ring_rows, page_bytes))
+        header = msgspec.msgpack.encode(
+            _Header(TAIL_FORMAT_VERSION, position, ring_rows, page_bytes)
+        )
         body = torch.cat([part.cpu() for part in parts]).numpy().tobytes()
         return len(header).to_bytes(4, "little") + header + body
 
@@ -102,7 +104,9 @@ class TailPool:
         offset = self._fixed_bytes
         for ring in self.c128_rings:
             size = header.ring_rows * ring.shape[2] * 4
-            ring[slot, : header.ring_rows] = data[offset : offset + size].view(torch.float32).view(-1, ring.shape[2])
+            ring[slot, : header.ring_rows] = (
+                data[offset : offset + size].view(torch.float32).view(-1, ring.shape[2])
+            )
             offset += size
         if header.page_bytes:
             assert page is not None and page.numel() == header.page_bytes, (header, page)

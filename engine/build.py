@@ -1,0 +1,171 @@
+"""An engine from its configuration: model, budgets, tiers, store."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from tokenizers import Tokenizer
+
+from dsv4_tierd.engine.config import EngineConfig
+from dsv4_tierd.engine.loop import Engine, EngineOptions
+from dsv4_tierd.engine.messages import ToDaemon
+from dsv4_tierd.engine.model.config import ModelConfig
+from dsv4_tierd.engine.model.digest import weights_digest
+from dsv4_tierd.engine.model.transformer import Transformer
+from dsv4_tierd.engine.runner import Runner
+from dsv4_tierd.engine.verbs import Verbs
+from dsv4_tierd.kernels.layout import PAGE_TOKENS, PageLayout, RowFormat, RowKind
+from dsv4_tierd.kernels.tail_layout import TailLayout
+from dsv4_tierd.tiering.errors import InvalidRequest, UnsupportedCombination
+from dsv4_tierd.tiering.manager import TierConfig, TierManager
+from dsv4_tierd.tiering.plan import Budgets, ModelSizes, Plan, plan
+from dsv4_tierd.tiering.retention import Retention
+from dsv4_tierd.tiering.store.disk import DiskStore
+from dsv4_tierd.tiering.store.identity import StoreIdentity
+from dsv4_tierd.tiering.store.protocol import PrefixStore
+from dsv4_tierd.tiering.store.vault import DiskConfig
+
+LAYOUT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """The byte layouts that a model has under one choice of row formats."""
+
+    pages: PageLayout
+    tail: TailLayout
+
+    @classmethod
+    def of(cls, model: ModelConfig, kind: RowKind) -> Layouts:
+        """Raises UnsupportedCombination if the model's rows cannot have this format."""
+        key_kind = RowKind.KEY_FP8 if kind is RowKind.FP8 else kind
+        try:
+            latent = RowFormat(kind, model.head_dim, model.qk_rope_head_dim)
+        except ValueError as error:
+            raise UnsupportedCombination(
+                f"--kv-dtype {kind.value}: {error}", param="kv_dtype"
+            ) from error
+        key = RowFormat(key_kind, model.index_head_dim, model.qk_rope_head_dim)
+        tail = TailLayout(
+            latent=latent,
+            key=key,
+            window=model.sliding_window,
+            layer_count=model.num_hidden_layers,
+            c4_count=len(model.c4_layers),
+            c128_count=len(model.c128_layers),
+        )
+        return cls(PageLayout(latent, key, model.c4_layers, model.c128_layers), tail)
+
+
+def row_kind(kv_dtype: str) -> RowKind:
+    """The row format that a --kv-dtype names; on CPU ``auto`` is fp32."""
+    return RowKind("fp32" if kv_dtype == "auto" else kv_dtype)
+
+
+def make_plan(config: EngineConfig, model: ModelConfig, layouts: Layouts) -> Plan:
+    """Every pool's size. Raises ExceedsCapacity if the budgets hold nothing."""
+    sizes = ModelSizes(
+        c4_layers=len(model.c4_layers),
+        index_topk=model.index_topk,
+        row_bytes=layouts.pages.latent.row_bytes,
+        mirror_page_bytes=layouts.pages.mirror_bytes,
+        device_page_bytes=layouts.pages.device_bytes,
+        tail_slot_bytes=layouts.tail.slot_bytes,
+        resume_bytes=layouts.tail.resume_bytes,
+        context_length=model.max_position_embeddings,
+    )
+    budgets = Budgets(
+        device_bytes=config.device_budget_bytes,
+        host_bytes=config.host_budget_bytes,
+        max_batch=config.max_batch,
+        hot_rows=config.hot_rows,
+        tiered=config.tiering == "hisparse",
+        resume_bytes=config.resume_budget_bytes,
+        idle_tails=config.idle_tails,
+    )
+    return plan(sizes, budgets)
+
+
+def store_identity(config: EngineConfig, model: ModelConfig, layouts: Layouts) -> StoreIdentity:
+    """What cached bytes depend on, for this checkpoint and these formats."""
+    described = json.dumps(asdict(model), sort_keys=True).encode()
+    return StoreIdentity(
+        weights_digest=weights_digest(config.model, cache_folder()).hex(),
+        model_config_digest=blake3(described).hexdigest(),
+        row_format=layouts.pages.latent.kind.value,
+        key_format=layouts.pages.key.kind.value,
+        compute_dtype="float32",
+        state_dtype="float32",
+        layout_version=LAYOUT_VERSION,
+        page_tokens=PAGE_TOKENS,
+    )
+
+
+def cache_folder() -> Path:
+    """Where small derived files are remembered ($XDG_CACHE_HOME/dsv4-tierd)."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "dsv4-tierd"
+
+
+def open_store(config: EngineConfig, identity: StoreIdentity) -> PrefixStore | None:
+    """The prefix store that ``--store`` names. Raises InvalidRequest, StoreUnavailable."""
+    if config.store == "none" or config.tiering == "off":
+        return None
+    kind, _, rest = config.store.partition(":")
+    if kind != "disk" or not rest:
+        raise InvalidRequest(f"--store {config.store!r}: none or disk:PATH", param="store")
+    return DiskStore(DiskConfig(Path(rest), config.store_bytes_max), identity)
+
+
+def build_engine(
+    config: EngineConfig,
+    model: Transformer,
+    send: Callable[[ToDaemon], None],
+    tokenizer: Tokenizer | None = None,
+    store: PrefixStore | None = None,
+    identity: bytes = bytes(32),
+) -> tuple[Engine, Verbs, Plan]:
+    """Allocate the tiers and put the loop on top. Raises ExceedsCapacity, InvalidRequest."""
+    if config.chunk_tokens <= 0 or config.chunk_tokens % PAGE_TOKENS:
+        raise InvalidRequest(
+            f"chunk_tokens {config.chunk_tokens} is not a multiple of {PAGE_TOKENS}",
+            param="chunk_tokens",
+        )
+    if config.device == "cuda":
+        raise UnsupportedCombination(
+            "--device cuda: the engine runs on CPU only so far", param="device"
+        )
+    layouts = Layouts.of(model.config, row_kind(config.kv_dtype))
+    sizes = make_plan(config, model.config, layouts)
+    tiers = TierManager(
+        TierConfig(
+            plan=sizes,
+            pages=layouts.pages,
+            tail=layouts.tail,
+            identity=identity,
+            tiered=config.tiering == "hisparse",
+            reuse=config.tiering != "off",
+            device=torch.device("cpu"),
+            replay_layers=model.config.num_hidden_layers + model.config.num_nextn_predict_layers,
+        ),
+        store,
+    )
+    retention = Retention(tiers, config.pin_budget_bytes // layouts.pages.mirror_bytes)
+    options = EngineOptions(
+        chunk_tokens=config.chunk_tokens,
+        max_batch=config.max_batch,
+        queue_max=config.queue_max,
+        eos_token_ids=model.config.eos_token_ids,
+    )
+    engine = Engine(Runner(model, tiers, config.max_batch), retention, options, send, tokenizer)
+    return (
+        engine,
+        Verbs(engine, model.config.vocab_size, model.config.max_position_embeddings),
+        sizes,
+    )

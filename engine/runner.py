@@ -1,0 +1,117 @@
+"""Runs the model over the tiers: prefill chunks that stop at layer borders, and decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4_tierd.engine.attend import DecodeAttend, LayerRanks, PrefillAttend
+from dsv4_tierd.engine.model.transformer import Transformer
+from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
+from dsv4_tierd.tiering.manager import TierManager
+from dsv4_tierd.tiering.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A prefill chunk half done: tokens [first, stop) have passed layers [0, layer).
+
+    ids, positions: [stop - first]; x: [stop - first, streams, hidden].
+    """
+
+    seq: Sequence
+    first: int
+    stop: int
+    layer: int
+    ids: Tensor
+    positions: Tensor
+    x: Tensor
+
+
+def next_cut(seq: Sequence, limit: int, chunk_tokens: int) -> int:
+    """Where the chunk from ``seq.position`` ends; ``limit``: tokens to compute in all.
+
+    Cuts lie at absolute multiples of ``chunk_tokens``, so that two runs of the same text cut
+    alike; where pages begin to be written; and at the last block boundary, where the window is
+    kept as a resume point.
+    """
+    position = seq.position
+    cuts = [
+        limit,
+        (position // chunk_tokens + 1) * chunk_tokens,
+        limit // BLOCK_TOKENS * BLOCK_TOKENS,
+    ]
+    if position < seq.emit_from:
+        cuts.append(seq.emit_from)
+    return min(cut for cut in cuts if cut > position)
+
+
+class Runner:
+    """The model, the tiers and the step counter."""
+
+    def __init__(self, model: Transformer, tiers: TierManager, batch_rows: int) -> None:
+        self.model = model
+        self.tiers = tiers
+        self.batch_rows = batch_rows
+        self.step = 0
+        self._ranks = LayerRanks(model)
+
+    @torch.no_grad()
+    def begin(self, seq: Sequence, stop: int) -> Chunk:
+        """Start a chunk of tokens [seq.position, stop): pages, embeddings."""
+        self.tiers.flush_tail(seq)
+        self.tiers.extend(seq, stop)
+        ids = torch.from_numpy(seq.transcript.tokens[seq.position : stop].astype("int64"))
+        positions = torch.arange(seq.position, stop)
+        return Chunk(seq, seq.position, stop, 0, ids, positions, self.model.embed(ids))
+
+    @torch.no_grad()
+    def advance(self, chunk: Chunk, layers: int) -> bool:
+        """Run up to ``layers`` more layers; True when none is left. The sequence is unchanged."""
+        attend = PrefillAttend(self.model, self.tiers, self._ranks, chunk.seq, chunk.stop)
+        window, last = self.model.config.sliding_window, self.model.config.num_hidden_layers
+        for _ in range(layers):
+            if chunk.layer == last:
+                break
+            dropped = min(chunk.seq.first_token(chunk.layer, window), chunk.stop) - chunk.first
+            if dropped > 0:  # a bounded replay: deeper layers start later
+                chunk.first += dropped
+                chunk.ids, chunk.positions, chunk.x = (
+                    chunk.ids[dropped:],
+                    chunk.positions[dropped:],
+                    chunk.x[dropped:],
+                )
+            if len(chunk.x):
+                chunk.x = self.model.layer(chunk.layer, chunk.x, chunk.ids, chunk.positions, attend)
+            chunk.layer += 1
+        return chunk.layer == last
+
+    @torch.no_grad()
+    def finish(self, chunk: Chunk, want_logits: bool) -> Tensor | None:
+        """Commit a chunk that passed all layers. Returns the last token's logits [vocab] if wanted."""
+        self.tiers.swap_tail(chunk.seq)
+        self.tiers.commit(chunk.seq, chunk.stop, decoded=False)
+        return self.model.logits(chunk.x[-1:])[0] if want_logits else None
+
+    @torch.no_grad()
+    def decode(self, seqs: Seq[Sequence]) -> Tensor:
+        """Compute the pending token of each sequence and commit it. Returns logits [B, vocab]."""
+        assert 0 < len(seqs) <= self.batch_rows, len(seqs)
+        self.step += 1
+        for seq in seqs:
+            self.tiers.extend(seq, seq.position + 1)
+        attend = DecodeAttend.of(self.model, self.tiers, self._ranks, seqs, self.step)
+        # Always the same number of rows: a token's bits do not depend on who else runs.
+        ids = torch.zeros(self.batch_rows, dtype=torch.int64)
+        positions = torch.zeros(self.batch_rows, dtype=torch.int64)
+        ids[: len(seqs)] = torch.tensor([int(seq.transcript.tokens[seq.position]) for seq in seqs])
+        positions[: len(seqs)] = attend.positions
+        x = self.model.embed(ids)
+        for layer in range(self.model.config.num_hidden_layers):
+            x = self.model.layer(layer, x, ids, positions, attend, decode=True)
+        for seq in seqs:
+            self.tiers.commit(seq, seq.position + 1, decoded=True)
+        return self.model.logits(x)[: len(seqs)]

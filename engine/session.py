@@ -1,0 +1,47 @@
+"""A session in the worker: its words, and the tail it left. Caches only; the daemon owns it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dsv4_tierd.tiering.blocks import Transcript
+from dsv4_tierd.tiering.tails import Tail
+
+if TYPE_CHECKING:
+    from dsv4_tierd.engine.request import Request
+
+
+@dataclass(slots=True)
+class Session:
+    """``tail`` is of the first ``tail.position`` tokens; None: computed from the transcript.
+
+    ``stored_tail``: where suspend wrote one, until it is fetched or the transcript goes back.
+    """
+
+    id: str
+    salt: str
+    transcript: Transcript
+    tail: Tail | None = None
+    stored_tail: StoredTail | None = None
+    request: Request | None = None
+
+
+@dataclass(slots=True)
+class StoredTail:
+    """A tail in the prefix store: 32-byte digest and size in bytes."""
+
+    digest: bytes
+    size: int
+    fetch: Future[bytes] | None = None
+    since: float = 0.0
+
+    @property
+    def key(self) -> bytes:
+        """What the daemon keeps: 40 bytes."""
+        return self.digest + self.size.to_bytes(8, "little")
+
+    @classmethod
+    def from_key(cls, key: bytes) -> StoredTail:
+        return cls(key[:32], int.from_bytes(key[32:], "little"))

@@ -1,0 +1,348 @@
+"""What the daemon asks for, message by message. Every verb answers, errors included."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsv4_tierd.engine import messages as m
+from dsv4_tierd.engine.detokenize import TextStream
+from dsv4_tierd.engine.loop import Engine
+from dsv4_tierd.engine.report import residency, stats
+from dsv4_tierd.engine.request import Purpose, Request
+from dsv4_tierd.engine.session import Session, StoredTail
+from dsv4_tierd.tiering.blocks import BLOCK_TOKENS, TokenArray, Transcript
+from dsv4_tierd.tiering.check import AuditError, check
+from dsv4_tierd.tiering.errors import (
+    ContextLengthExceeded,
+    Draining,
+    InvalidRequest,
+    InvalidTokenIds,
+    SessionBusy,
+    SessionExists,
+    SessionNotFound,
+    StoreUnavailable,
+    TierError,
+)
+from dsv4_tierd.tiering.replay import has_point
+from dsv4_tierd.tiering.retention import Suspension
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An operation that ends in a later step: ``poll`` returns its Ack, or None."""
+
+    op_id: int
+    poll: Callable[[], m.Ack | None]
+
+
+class Verbs:
+    """Dispatches messages to the engine; ``poll`` finishes what takes longer than a step."""
+
+    def __init__(self, engine: Engine, vocab_size: int, context_length: int) -> None:
+        self._engine = engine
+        self._vocab_size = vocab_size
+        self._context_length = context_length
+        self._pending: list[_Pending] = []
+        self._draining = False
+        self._handlers: dict[type, Callable[..., m.Ack | None]] = {
+            m.OpenSession: self._open_session,
+            m.ForkSession: self._fork,
+            m.Submit: self._submit,
+            m.Credit: self._credit,
+            m.Cancel: self._cancel,
+            m.SuspendSession: self._suspend,
+            m.ResumeSession: self._resume,
+            m.RewindSession: self._rewind,
+            m.CloseSession: self._close,
+            m.PinSession: self._pin,
+            m.AskResidency: self._residency,
+            m.AskResumePoints: self._resume_points,
+            m.LookupPrefix: self._lookup,
+            m.PurgeSalt: self._purge,
+            m.AskStats: self._stats,
+            m.Audit: self._audit,
+            m.Drain: self._drain,
+        }
+
+    def handle(self, message: m.ToWorker) -> None:
+        """Act on one message; its answer, or its error, is sent."""
+        try:
+            answer = self._handlers[type(message)](message)
+        except TierError as error:
+            answer = self._refuse(message, error)
+        if answer is not None:
+            self._engine.send(answer)
+
+    def poll(self) -> None:
+        """Finish what can be finished."""
+        for pending in list(self._pending):
+            try:
+                answer = pending.poll()
+            except TierError as error:
+                answer = m.Ack(
+                    op_id=pending.op_id,
+                    code=error.code,
+                    message=error.message,
+                    retry_after_s=error.retry_after_s,
+                )
+            if answer is not None:
+                self._pending.remove(pending)
+                self._engine.send(answer)
+
+    def _refuse(self, message: m.ToWorker, error: TierError) -> m.Ack | None:
+        if isinstance(message, m.Submit):
+            self._engine.send(
+                m.Failed(
+                    request_id=message.request_id,
+                    code=error.code,
+                    message=error.message,
+                    retry_after_s=error.retry_after_s,
+                )
+            )
+            return None
+        op_id = getattr(message, "op_id", None)
+        if op_id is None:
+            raise error
+        return m.Ack(
+            op_id=op_id, code=error.code, message=error.message, retry_after_s=error.retry_after_s
+        )
+
+    # ------------------------------------------------------------ sessions
+    def _find(self, session_id: str, idle: bool = False) -> Session:
+        session = self._engine.sessions.get(session_id)
+        if session is None:
+            raise SessionNotFound(f"session {session_id} is not open in the engine")
+        if idle and session.request is not None:
+            raise SessionBusy(f"session {session_id} has a running request")
+        return session
+
+    def _tokens(self, data: bytes) -> TokenArray:
+        tokens = np.frombuffer(data, "<i4") if len(data) % 4 == 0 else None
+        if tokens is None or (
+            len(tokens) and not (tokens.min() >= 0 and tokens.max() < self._vocab_size)
+        ):
+            raise InvalidTokenIds(f"token ids are int32 from 0 to {self._vocab_size - 1}")
+        return tokens.astype(np.int32)
+
+    def _open_session(self, message: m.OpenSession) -> None:
+        known = self._engine.sessions.get(message.session_id)
+        if known is not None:
+            self._engine.forget(known)
+        transcript = Transcript(
+            self._engine.tiers.root(message.salt), self._tokens(message.token_ids)
+        )
+        stored = StoredTail.from_key(message.tail_key) if message.tail_key else None
+        self._engine.sessions[message.session_id] = Session(
+            message.session_id, message.salt, transcript, stored_tail=stored
+        )
+
+    def _fork(self, message: m.ForkSession) -> m.Ack:
+        source = self._find(message.source_id)
+        if message.session_id in self._engine.sessions:
+            raise SessionExists(f"session {message.session_id} exists")
+        length = len(source.transcript)
+        if message.at is not None and not 0 <= message.at <= length:
+            raise InvalidRequest(f"a fork at {message.at} of {length} tokens", param="at")
+        twin = Session(message.session_id, source.salt, source.transcript.fork(message.at))
+        tiers, request = self._engine.tiers, source.request
+        if request is not None and request.seq is not None and request.seq.began:
+            twin.tail = tiers.snapshot(request.seq)
+        elif source.tail is not None:
+            twin.tail = tiers.idle.share(source.tail)
+        elif message.at is None and source.stored_tail is not None:
+            twin.stored_tail = StoredTail(source.stored_tail.digest, source.stored_tail.size)
+        if twin.tail is not None and twin.tail.position >= len(twin.transcript):
+            tiers.idle.release(twin.tail)
+            twin.tail = None
+        self._engine.sessions[twin.id] = twin
+        return m.Ack(op_id=message.op_id)
+
+    def _rewind(self, message: m.RewindSession) -> m.Ack:
+        session = self._find(message.session_id, idle=True)
+        length = len(session.transcript)
+        if not 0 <= message.to <= length:
+            raise InvalidRequest(f"a rewind to {message.to} of {length} tokens", param="to")
+        self._engine.truncate(session, message.to)
+        return m.Ack(op_id=message.op_id)
+
+    def _close(self, message: m.CloseSession) -> m.Ack:
+        session = self._find(message.session_id)
+        if session.request is not None:
+            self._engine.end(session.request, "cancelled")
+        retention = self._engine.retention
+        if retention.is_pinned(session.id):
+            retention.unpin(session.id)
+        stored = session.stored_tail.digest if session.stored_tail else None
+        self._engine.forget(session)
+        if message.drop_from is not None:
+            retention.drop(session.transcript, session.salt, message.drop_from, stored)
+        return m.Ack(op_id=message.op_id)
+
+    # ------------------------------------------------------------ requests
+    def _submit(self, message: m.Submit) -> None:
+        if self._draining:
+            raise Draining("the service is stopping", retry_after_s=5.0)
+        session = self._find(message.session_id, idle=True)
+        added = self._tokens(message.append_ids)
+        base = len(session.transcript)
+        total = base + len(added)
+        if not total:
+            raise InvalidRequest("an empty session has nothing to compute")
+        if total + message.max_tokens > self._context_length:
+            raise ContextLengthExceeded(
+                f"{total} tokens and max_tokens {message.max_tokens} exceed the model's {self._context_length}"
+            )
+        purpose = Purpose.GENERATE if message.max_tokens else Purpose.APPEND
+        request = Request(
+            id=message.request_id,
+            session=session,
+            purpose=purpose,
+            base=base,
+            limit=total if message.max_tokens else total - 1,
+            max_tokens=message.max_tokens,
+            sampling=message.sampling,
+            text=TextStream(self._engine.tokenizer, message.sampling.stop),
+            credit=message.credit,
+            ephemeral=message.ephemeral,
+        )
+        self._engine.scheduler.enqueue(request)
+        session.transcript.append(added)
+        session.request = request
+        self._engine.requests[request.id] = request
+
+    def _credit(self, message: m.Credit) -> None:
+        request = self._engine.requests.get(message.request_id)
+        if request is not None:
+            request.credit += message.tokens
+
+    def _cancel(self, message: m.Cancel) -> None:
+        request = self._engine.requests.get(message.request_id)
+        if request is not None:
+            self._engine.end(request, "cancelled")
+
+    def _resume(self, message: m.ResumeSession) -> m.Ack | None:
+        session = self._find(message.session_id, idle=True)
+        if not len(session.transcript):
+            return m.Ack(op_id=message.op_id)
+        request = Request(
+            id=f"resume-{message.op_id}",
+            session=session,
+            purpose=Purpose.RESUME,
+            base=len(session.transcript),
+            limit=0,
+            max_tokens=0,
+            sampling=m.Sampling(),
+            text=TextStream(None),
+            op_id=message.op_id,
+        )
+        self._engine.scheduler.enqueue(request)
+        session.request = request
+        self._engine.requests[request.id] = request
+        return None
+
+    # ------------------------------------------------------------ keeping
+    def _suspend(self, message: m.SuspendSession) -> m.Ack | None:
+        session = self._find(message.session_id, idle=True)
+        if message.tier == "host":
+            self._engine.retention.suspend_to_host(session.tail)
+            return m.Ack(op_id=message.op_id)
+        suspension = self._start_suspension(session)
+        self._pending.append(
+            _Pending(message.op_id, lambda: self._suspended(message.op_id, session, suspension))
+        )
+        return None
+
+    def _start_suspension(self, session: Session) -> Suspension:
+        return self._engine.retention.suspend_to_store(
+            session.id, session.transcript, session.salt, session.tail
+        )
+
+    def _suspended(self, op_id: int, session: Session, suspension: Suspension) -> m.Ack | None:
+        if not suspension.done:
+            return None
+        key = session.stored_tail.key if session.stored_tail is not None else None
+        if suspension.tail_key is not None:
+            key = StoredTail(suspension.tail_key, suspension.tail_size).key
+        if session.request is None:
+            self._engine.retention.suspend_to_host(session.tail)
+        return m.Ack(op_id=op_id, tail_key=key)
+
+    def _pin(self, message: m.PinSession) -> m.Ack:
+        session = self._find(message.session_id)
+        if message.pinned:
+            self._engine.retention.pin(session.id, session.transcript, session.salt)
+        else:
+            self._engine.retention.unpin(session.id)
+        return m.Ack(op_id=message.op_id)
+
+    def _purge(self, message: m.PurgeSalt) -> m.Ack | None:
+        future = self._engine.retention.purge(message.salt)
+        if future is None:
+            return m.Ack(op_id=message.op_id)
+        ack = m.Ack(op_id=message.op_id)
+        self._pending.append(_Pending(message.op_id, lambda: ack if future.done() else None))
+        return None
+
+    def _drain(self, message: m.Drain) -> None:
+        """Let requests end until the deadline, then suspend every session to the store."""
+        self._draining = True
+        end = time.monotonic() + message.deadline_s
+        suspensions: list[Suspension] = []
+
+        def poll() -> m.Ack | None:
+            late = time.monotonic() > end
+            if self._engine.busy and not late:
+                return None
+            for request in list(self._engine.requests.values()):
+                self._engine.end(request, "cancelled")
+            if not suspensions and self._engine.tiers.coordinator.up:
+                suspensions.extend(
+                    self._start_suspension(s) for s in self._engine.sessions.values()
+                )
+            try:
+                finished = all(suspension.done for suspension in suspensions)
+            except StoreUnavailable:
+                finished = True  # what the store lacks is recomputed from the journal
+            return m.Ack(op_id=message.op_id) if finished or late else None
+
+        self._pending.append(_Pending(message.op_id, poll))
+
+    # ------------------------------------------------------------ reading
+    def _residency(self, message: m.AskResidency) -> m.Ack:
+        cells = residency(self._engine, self._find(message.session_id))
+        return m.Ack(op_id=message.op_id, residency=cells)
+
+    def _resume_points(self, message: m.AskResumePoints) -> m.Ack:
+        session = self._find(message.session_id)
+        path = self._engine.tiers.match(session.transcript, session.salt, len(session.transcript))
+        positions = [node.depth * BLOCK_TOKENS for node in path if has_point(node)]
+        if session.tail is not None:
+            positions.append(session.tail.position)
+        return m.Ack(op_id=message.op_id, positions=tuple(positions))
+
+    def _lookup(self, message: m.LookupPrefix) -> m.Ack:
+        tiers = self._engine.tiers
+        transcript = Transcript(tiers.root(message.salt), self._tokens(message.token_ids))
+        start, reused = tiers.lookup(transcript, message.salt)
+        matched = m.Matched(
+            matched_tokens=start.reused,
+            reusable_tokens=start.reused - start.replayed,
+            device_tokens=reused.device,
+            host_tokens=reused.host,
+            store_tokens=reused.store,
+        )
+        return m.Ack(op_id=message.op_id, matched=matched)
+
+    def _stats(self, message: m.AskStats) -> m.Ack:
+        return m.Ack(op_id=message.op_id, stats=stats(self._engine))
+
+    def _audit(self, message: m.Audit) -> m.Ack:
+        try:
+            check(self._engine.tiers, self._engine.retention)
+        except AuditError as error:
+            return m.Ack(op_id=message.op_id, code="internal_error", message=str(error))
+        return m.Ack(op_id=message.op_id)

