@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.nn import functional
@@ -54,17 +54,21 @@ def project(
     q = linear(low, weights.wq_b).float().view(tokens, config.num_attention_heads, config.head_dim)
     q = rotate(functional.rms_norm(q, q.shape[-1:], None, eps), positions, weights.inv_freq)
     kv = linear(x, weights.wkv).float()
-    main = index = (None, None)
-    index_q = index_g = None
+    found = Projections(layer, kind, positions, q, kv)
     if weights.compressor is not None:
-        main = (linear(x, weights.compressor.wkv), linear(x, weights.compressor.wgate))
+        main = weights.compressor
+        found = replace(found, main_kv=linear(x, main.wkv), main_gate=linear(x, main.wgate))
     if weights.indexer is not None:
-        inner, heads, dim = weights.indexer, config.index_n_heads, config.index_head_dim
-        index = (linear(x, inner.compressor.wkv), linear(x, inner.compressor.wgate))
-        index_q = linear(low, inner.wq_b).float().view(tokens, heads, dim)
-        index_q = rotate(index_q, positions, weights.inv_freq)
-        index_g = linear(x, inner.weights_proj) * (dim**-0.5 * heads**-0.5)
-    return Projections(layer, kind, positions, q, kv, *main, *index, index_q, index_g)
+        index, heads, dim = weights.indexer, config.index_n_heads, config.index_head_dim
+        index_q = linear(low, index.wq_b).float().view(tokens, heads, dim)
+        found = replace(
+            found,
+            index_kv=linear(x, index.compressor.wkv),
+            index_gate=linear(x, index.compressor.wgate),
+            index_q=rotate(index_q, positions, weights.inv_freq),
+            index_g=linear(x, index.weights_proj) * (dim**-0.5 * heads**-0.5),
+        )
+    return found
 
 
 def output(o: Tensor, positions: Tensor, weights: Attention) -> Tensor:

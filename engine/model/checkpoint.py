@@ -7,6 +7,7 @@ biases, router biases, hash tables), so that a term left out shows in the logits
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ _FP8 = re.compile(
 )
 _FP4 = re.compile(r"ffn\.experts\.\d+\.w[123]\.weight$")
 _FP32 = re.compile(r"(\.ape|attn_sink|hc_\w+|gate\.bias)$")
+
+
+Named = tuple[str, tuple[int, ...]]
 
 
 class Storage(Enum):
@@ -99,7 +103,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], shards: int) -> None:
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
         part = {name: tensors[name] for name in list(tensors)[shard::shards]}
@@ -109,7 +113,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], shards: int) -> None:
 
 
 # ---------------------------------------------------------------- shapes and values
-def _shapes(s: Preset) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(s: Preset) -> Iterator[Named]:
     """Official name and shape of every tensor, in a fixed order."""
     d = s.hidden_size
     yield "embed.weight", (s.vocab_size, d)
@@ -126,14 +130,14 @@ def _shapes(s: Preset) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"mtp.0.{name}.weight", (d,)
 
 
-def _head_shapes(p: str, s: Preset) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _head_shapes(p: str, s: Preset) -> Iterator[Named]:
     yield p + "norm.weight", (s.hidden_size,)
     yield p + "hc_head_fn", (4, 4 * s.hidden_size)
     yield p + "hc_head_base", (4,)
     yield p + "hc_head_scale", (1,)
 
 
-def _block_shapes(p: str, letter: str, hashed: bool, s: Preset) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _block_shapes(p: str, letter: str, hashed: bool, s: Preset) -> Iterator[Named]:
     d = s.hidden_size
     for part in ("attn", "ffn"):
         yield f"{p}{part}_norm.weight", (d,)
@@ -149,7 +153,8 @@ def _block_shapes(p: str, letter: str, hashed: bool, s: Preset) -> Iterator[tupl
     yield p + "attn.wo_a.weight", (s.o_groups * s.o_lora, s.heads * s.head_dim // s.o_groups)
     yield p + "attn.wo_b.weight", (d, s.o_groups * s.o_lora)
     if letter != "S":
-        yield from _compressor_shapes(p + "attn.compressor.", _RATIO_OF_LETTER[letter], s.head_dim, d)
+        ratio = _RATIO_OF_LETTER[letter]
+        yield from _compressor_shapes(p + "attn.compressor.", ratio, s.head_dim, d)
     if letter == "C":
         yield p + "attn.indexer.wq_b.weight", (s.index_heads * s.index_dim, s.q_lora)
         yield p + "attn.indexer.weights_proj.weight", (s.index_heads, d)
@@ -165,7 +170,7 @@ def _block_shapes(p: str, letter: str, hashed: bool, s: Preset) -> Iterator[tupl
         yield f"{p}ffn.{expert}.w3.weight", (s.moe_inter, d)
 
 
-def _compressor_shapes(p: str, ratio: int, dim: int, d: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _compressor_shapes(p: str, ratio: int, dim: int, d: int) -> Iterator[Named]:
     width = 2 * dim if ratio == 4 else dim
     yield p + "wkv.weight", (width, d)
     yield p + "wgate.weight", (width, d)
@@ -189,7 +194,8 @@ def _random(name: str, shape: tuple[int, ...], s: Preset, generator: torch.Gener
         return 0.2 * values
     if name.endswith("attn_sink") or name == "embed.weight":
         return values
-    return values * ((1.0 if name.endswith("_fn") else 1.5) / shape[-1] ** 0.5)
+    gain = 1.0 if name.endswith("_fn") else 1.5
+    return values * (gain / math.sqrt(shape[-1]))
 
 
 # ---------------------------------------------------------------- storage
@@ -209,8 +215,8 @@ def quantise_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
     """[out, in] fp32 to e4m3 and its ue8m0 scales, one for a tile of 128 x 128."""
     rows, columns = values.shape
     padding = (0, -columns % FP8_TILE, 0, -rows % FP8_TILE)
-    tiles = torch.nn.functional.pad(values, padding)
-    tiles = tiles.unflatten(1, (-1, FP8_TILE)).unflatten(0, (-1, FP8_TILE))
+    padded = torch.nn.functional.pad(values, padding)
+    tiles = padded.view(padded.shape[0] // FP8_TILE, FP8_TILE, -1, FP8_TILE)
     scale = _power_of_two(tiles.abs().amax((1, 3)) / 448)
     data = (tiles / scale[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:rows, :columns]
     return data.to(torch.float8_e4m3fn), scale.to(torch.float8_e8m0fnu)
@@ -218,7 +224,7 @@ def quantise_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantise_fp4(values: Tensor) -> tuple[Tensor, Tensor]:
     """[out, in] fp32 to packed e2m1 [out, in/2] int8 and ue8m0 scales [out, in/32]."""
-    groups = values.unflatten(1, (-1, FP4_GROUP))
+    groups = values.view(values.shape[0], -1, FP4_GROUP)
     scale = _power_of_two(groups.abs().amax(-1) / E2M1[-1])
     scaled = (groups / scale.unsqueeze(-1)).flatten(1)
     levels = torch.tensor(E2M1)

@@ -233,14 +233,15 @@ def _mtp_layers(raw: Mapping[str, Any], layer_count: int) -> int:
         raise ConfigError(f"num_nextn_predict_layers is {count}; at most 1 is supported")
     trailing = (raw.get("compress_ratios") or ())[layer_count:]
     if any(ratio != WINDOW_ONLY for ratio in trailing):
-        raise ConfigError(f"compress_ratios: the MTP block has ratio {trailing[0]}, only 0 is known")
+        raise ConfigError(f"compress_ratios: MTP has ratio {trailing[0]}; only 0 is supported")
     return count
 
 
 def _check(config: ModelConfig) -> None:
     """Numbers that must fit one another."""
-    if config.qk_rope_head_dim % 2 or config.qk_rope_head_dim > config.head_dim:
-        raise ConfigError(f"qk_rope_head_dim {config.qk_rope_head_dim} must be even, at most head_dim")
+    rope_dim = config.qk_rope_head_dim
+    if rope_dim % 2 or rope_dim > config.head_dim:
+        raise ConfigError(f"qk_rope_head_dim {rope_dim} must be even and at most head_dim")
     if config.c4_layers and config.index_head_dim < config.qk_rope_head_dim:
         raise ConfigError(f"index_head_dim {config.index_head_dim} is below qk_rope_head_dim")
     if config.num_attention_heads % config.o_groups:

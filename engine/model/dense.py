@@ -34,9 +34,8 @@ class DenseAttend:
         window, tokens = config.sliding_window, p.q.shape[0]
         rows = self._pool(self._latent_format(), window - 1 + tokens)
         own = torch.arange(window - 1, window - 1 + tokens, device=p.q.device)
-        row_store(
-            p.kv, constants.kv_norm, config.rms_norm_eps, p.positions, constants.inv_freq, rows, own
-        )
+        norm, eps = constants.kv_norm, config.rms_norm_eps
+        row_store(p.kv, norm, eps, p.positions, constants.inv_freq, rows, own)
         seen = (p.positions + 1).clamp_max(window)
         scope = None if constants.main is None else self._scope(p)
         scale = config.head_dim**-0.5
@@ -62,7 +61,9 @@ class DenseAttend:
         q = to_key_basis(p.index_q, self.key)
         return scores_topk(q, p.index_g, keys, pages, visible, config.index_topk)
 
-    def _compress(self, kv: Tensor, gate: Tensor, params: CompressParams, fmt: RowFormat) -> Rows:
+    def _compress(
+        self, kv: Tensor, gate: Tensor, params: CompressParams, fmt: RowFormat
+    ) -> Rows:
         ring = kv.new_zeros(params.ring_len, params.ring_dim)
         entries = to_key_basis(compress_prefill(kv, gate, 0, ring, params, ring), fmt.kind)
         rows = self._pool(fmt, max(1, entries.shape[0]))
@@ -70,7 +71,8 @@ class DenseAttend:
         return rows
 
     def _latent_format(self) -> RowFormat:
-        return RowFormat(self.latent, self.model.config.head_dim, self.model.config.qk_rope_head_dim)
+        config = self.model.config
+        return RowFormat(self.latent, config.head_dim, config.qk_rope_head_dim)
 
     def _pool(self, fmt: RowFormat, rows: int) -> Rows:
         return row_pool(fmt, rows, _PAGE_ROWS, self.model.parameters.embed.device)
@@ -88,7 +90,7 @@ def forward_dense(
 def streams_dense(
     model: Transformer, ids: Tensor, latent: RowKind = RowKind.FP32, key: RowKind = RowKind.FP32
 ) -> Tensor:
-    """Final streams [T, n, d] of a whole text; ``model.logits`` of some rows is cheaper than all."""
+    """Final streams [T, n, d] of a whole text, for ``model.logits`` of a few of them."""
     attend = DenseAttend(model, latent, key)
     x, positions = model.embed(ids), torch.arange(ids.shape[0], device=ids.device)
     for index in range(model.config.num_hidden_layers):

@@ -1,4 +1,4 @@
-"""The name of a checkpoint's weights: one BLAKE3 over its files, remembered while they are the same."""
+"""The name of a checkpoint's weights: BLAKE3 over its files, remembered while they stay."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ def gather(x: Tensor, hyper: Hyper, config: ModelConfig) -> tuple[Tensor, Tensor
     """
     n = config.hc_mult
     mixes = functional.linear(_flat_norm(x, config), hyper.fn)
-    pre, post, comb = mixes.split([n, n, n * n], -1)
-    base_pre, base_post, base_comb = hyper.base.split([n, n, n * n])
+    pre, post, comb = torch.split(mixes, [n, n, n * n], -1)
+    base_pre, base_post, base_comb = torch.split(hyper.base, [n, n, n * n])
     pre = torch.sigmoid(pre * hyper.scale[0] + base_pre) + config.hc_eps
     post = 2 * torch.sigmoid(post * hyper.scale[1] + base_post)
     comb = _sinkhorn((comb * hyper.scale[2] + base_comb).view(-1, n, n), config)

@@ -56,7 +56,7 @@ def _per_expert(x: Tensor, experts: Tensor, shares: Tensor, ffn: Ffn, limit: flo
     y = torch.zeros_like(x)
     order = torch.argsort(experts.flatten(), stable=True)
     counts = torch.bincount(experts.flatten(), minlength=ffn.w1.shape[0]).tolist()
-    for expert, picks in enumerate(order.split(counts)):
+    for expert, picks in enumerate(torch.split(order, counts)):
         if picks.numel():
             rows = picks // experts.shape[1]
             one = Ffn(ffn.w1[expert], ffn.w2[expert], ffn.w3[expert])

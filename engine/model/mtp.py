@@ -1,4 +1,4 @@
-"""The multi-token-prediction block: from a token's final streams and the next token, one further."""
+"""The multi-token-prediction block: a token's final streams and the next token, to one more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from dsv4_tierd.engine.model.transformer import Transformer, block
 
 
 def predict(
-    model: Transformer, x: Tensor, next_ids: Tensor, positions: Tensor, attend: Attend, decode: bool = False
+    model: Transformer,
+    x: Tensor,
+    next_ids: Tensor,
+    positions: Tensor,
+    attend: Attend,
+    decode: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Logits for the token after the next.
 
@@ -23,7 +28,8 @@ def predict(
     weights, config = model.parameters.mtp, model.config
     assert weights is not None, "this checkpoint has no MTP block"
     dims, eps = x.shape[-1:], config.rms_norm_eps
-    embedded = functional.rms_norm(model.parameters.embed[next_ids].float(), dims, weights.enorm, eps)
+    embedded = model.parameters.embed[next_ids].float()
+    embedded = functional.rms_norm(embedded, dims, weights.enorm, eps)
     hidden = functional.rms_norm(x.float(), dims, weights.hnorm, eps)
     joined = linear(embedded, weights.e_proj).unsqueeze(1) + linear(hidden, weights.h_proj)
     layer, index = weights.layer, config.num_hidden_layers

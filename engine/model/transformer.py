@@ -38,9 +38,9 @@ class Transformer:
     def __init__(self, config: ModelConfig, parameters: Parameters) -> None:
         self.config = config
         self.parameters = parameters
-        layers = parameters.layers if parameters.mtp is None else (*parameters.layers, parameters.mtp.layer)
+        mtp = () if parameters.mtp is None else (parameters.mtp.layer,)
         # One for each hidden layer; the MTP block, if any, is number num_hidden_layers.
-        self.constants = tuple(_constants(layer) for layer in layers)
+        self.constants = tuple(_constants(layer) for layer in (*parameters.layers, *mtp))
 
     @classmethod
     def load(
@@ -61,14 +61,21 @@ class Transformer:
         return rows.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
 
     def layer(
-        self, index: int, x: Tensor, ids: Tensor, positions: Tensor, attend: Attend, decode: bool = False
+        self,
+        index: int,
+        x: Tensor,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        decode: bool = False,
     ) -> Tensor:
         """One layer: streams x [T, n, d] of tokens ids [T] at positions [T] to the next streams.
 
         attend: called once with the layer's Projections. decode: each token's result depends on
         its own row alone, for a fixed T.
         """
-        return block(self.parameters.layers[index], index, x, ids, positions, attend, decode, self.config)
+        layer = self.parameters.layers[index]
+        return block(layer, index, x, ids, positions, attend, decode, self.config)
 
     def logits(self, x: Tensor) -> Tensor:
         """Streams [T, n, d] to logits [T, vocab] fp32."""

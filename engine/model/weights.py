@@ -53,7 +53,7 @@ class WeightsError(ValueError):
 def load_parameters(
     folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Parameters:
-    """All parameters of the checkpoint: matrices in ``dtype``, the rest fp32. Raises WeightsError."""
+    """All of a checkpoint: matrices in ``dtype``, the rest fp32. Raises WeightsError."""
     reader = _Reader(Path(folder), dtype, device)
     d, vocab = config.hidden_size, config.vocab_size
     layers = []
@@ -100,13 +100,14 @@ class _Reader:
                 file = safe_open(path, "pt")
             except SafetensorError as error:
                 raise WeightsError(f"{path} cannot be read: {error}") from None
-            for stored in file.keys():  # noqa: SIM118 (not a mapping)
+            for stored in _names(file):
                 name = _official_name(stored)
                 if name in self.where:
                     raise WeightsError(f"tensor {name} is there twice, again as {stored} in {path}")
                 self.where[name] = (file, stored)
         # transformers keeps the MTP block out of what it saves, but not out of the config.
-        self.from_transformers = any(stored.startswith("model.") for _, stored in self.where.values())
+        names = [stored for _, stored in self.where.values()]
+        self.from_transformers = any(stored.startswith("model.") for stored in names)
 
     def matrix(self, name: str, *shape: int) -> Tensor:
         """A tensor in the model's dtype."""
@@ -131,9 +132,9 @@ class _Reader:
         scale_name = name.removesuffix("weight") + "scale"
         if name.endswith("weight") and scale_name in self.where:
             scale = self._get(scale_name)
-        if tensor.is_floating_point() == (dtype is torch.int64):
-            if tensor.dtype is not torch.int8:
-                raise WeightsError(f"tensor {name} is stored as {tensor.dtype}")
+        integer = not tensor.is_floating_point() and tensor.dtype is not torch.int8
+        if integer != (dtype is torch.int64):
+            raise WeightsError(f"tensor {name} is stored as {tensor.dtype}")
         if tuple(tensor.shape) != stored_shape(shape, tensor.dtype):
             expected = list(stored_shape(shape, tensor.dtype))
             raise WeightsError(f"tensor {name} has shape {list(tensor.shape)}, expected {expected}")
@@ -150,6 +151,10 @@ class _Reader:
         file, stored = self.where[name]
         tensor: Tensor = file.get_tensor(stored)
         return tensor
+
+
+def _names(file: Any) -> list[str]:
+    return list(file.keys())
 
 
 def _official_name(stored: str) -> str:
@@ -198,7 +203,8 @@ def _attention(reader: _Reader, p: str, config: ModelConfig, ratio: int) -> Atte
     wo_a = reader.matrix(p + "wo_a.weight", groups * config.o_lora_rank, width // groups)
     compressor = indexer = None
     if ratio != WINDOW_ONLY:
-        compressor = _compressor(reader, p + "compressor.", config, ratio, config.head_dim, inv_freq)
+        name, dim = p + "compressor.", config.head_dim
+        compressor = _compressor(reader, name, config, ratio, dim, inv_freq)
     if ratio == C4:
         indexer = _indexer(reader, p + "indexer.", config, inv_freq)
     return Attention(
@@ -207,7 +213,7 @@ def _attention(reader: _Reader, p: str, config: ModelConfig, ratio: int) -> Atte
         wq_b=reader.matrix(p + "wq_b.weight", width, low),
         wkv=reader.matrix(p + "wkv.weight", config.head_dim, d),
         kv_norm=reader.fp32(p + "kv_norm.weight", config.head_dim),
-        wo_a=wo_a.unflatten(0, (groups, config.o_lora_rank)),
+        wo_a=wo_a.view(groups, config.o_lora_rank, -1),
         wo_b=reader.matrix(p + "wo_b.weight", d, groups * config.o_lora_rank),
         sink=reader.fp32(p + "attn_sink", config.num_attention_heads),
         inv_freq=inv_freq,

@@ -54,7 +54,7 @@ def compress_prefill(
     """Entries of the groups that tokens start .. start+T-1 close, and the ring after them.
 
     kv, gate: [T, c*E] fp32 raw projections; ring: [ring_len, 2*c*E] fp32, the state before
-    ``start`` (not read for positions below 0); out_ring: like ring, overwritten; may be ring
+    ``start`` (not read for positions below 0); out_ring: like ring, overwritten, may be ring
     itself. Returns [n, E] fp32, normed and rotated at the group's first position, in order,
     n = (start+T)//ratio - start//ratio. An entry's bits do not depend on where chunks are cut.
     """
@@ -74,9 +74,14 @@ def compress_prefill(
 
 
 def compress_decode(
-    kv: Tensor, gate: Tensor, positions: Tensor, rings: Tensor, slots: Tensor, params: CompressParams
+    kv: Tensor,
+    gate: Tensor,
+    positions: Tensor,
+    rings: Tensor,
+    slots: Tensor,
+    params: CompressParams,
 ) -> Tensor:
-    """One token for each of B sessions: write ring rows, return what each row's group pools to.
+    """One token for each of B sessions: write ring rows, pool the groups that close.
 
     kv, gate: [B, c*E] fp32; positions: [B] int; rings: [S, ring_len, 2*c*E] fp32, written at
     ``slots`` [B] int (distinct, but for padding). Returns [B, E] fp32: the entry where the token

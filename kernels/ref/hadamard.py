@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,13 +18,13 @@ def hadamard(x: Tensor) -> Tensor:
     n = x.shape[-1]
     if n & (n - 1):
         raise ValueError(f"a Hadamard transform needs a power of two, got {n}")
-    y, half = x, 1
+    y, half = x.contiguous(), 1
     while half < n:
-        pairs = y.unflatten(-1, (n // (2 * half), 2, half))
+        pairs = y.view(*y.shape[:-1], n // (2 * half), 2, half)
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         y = torch.stack([low + high, low - high], -2).flatten(-3)
         half *= 2
-    return y * n**-0.5
+    return y / math.sqrt(n)
 
 
 def to_key_basis(x: Tensor, kind: RowKind) -> Tensor:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from dsv4_tierd.kernels.layout import Rows
-from dsv4_tierd.kernels.ref.topk import topk
+from dsv4_tierd.kernels.ref.topk import topk_masked
 
 WORKSPACE_BYTES = 64 << 20
 # Score blocks of this size stay in a core's cache between the product, the relu and the sum.
 _BLOCK_BYTES = 1 << 19
 _BLOCK_KEYS = 1024
+_TILE_BYTES = 4 << 20
 
 
 def index_scores(
@@ -41,7 +42,9 @@ def index_scores(
     return scores
 
 
-def index_scores_decode(q: Tensor, g: Tensor, keys: Rows, page_table: Tensor, visible: Tensor) -> Tensor:
+def index_scores_decode(
+    q: Tensor, g: Tensor, keys: Rows, page_table: Tensor, visible: Tensor
+) -> Tensor:
     """Scores of one query for each of B sessions.
 
     q: [B, Hi, Di] fp32; g: [B, Hi] fp32, scaled; page_table: [B, Pmax] int, -1 padded; visible:
@@ -72,12 +75,15 @@ def scores_topk(
     """
     ids = torch.full((q.shape[0], k), -1, dtype=torch.int32, device=q.device)
     table = _read_keys(keys, page_ids, _count(visible))
-    # Score tiles, their masked copy, and topk's integer keys at worst.
-    for tile in _tiles(q.shape[0], max(1, workspace_bytes // (32 * max(1, table.shape[0])))):
-        count = _count(visible[tile])
-        scores = q.new_empty(q[tile].shape[0], count)
-        _score_into(scores, q[tile], g[tile], table[:count], visible[tile], workspace_bytes)
-        ids[tile] = topk(scores, visible[tile], k)
+    # A tile's scores, and topk's integer keys and masks at worst; small tiles stay in cache.
+    tile_bytes = min(workspace_bytes // 8, _TILE_BYTES)
+    tile_rows = max(1, min(q.shape[0], tile_bytes // (4 * max(1, table.shape[0]))))
+    scores = q.new_empty(tile_rows, table.shape[0])
+    for tile in _tiles(q.shape[0], tile_rows):
+        count, rows = _count(visible[tile]), tile.stop - tile.start
+        part = scores[:rows, :count]
+        _score_into(part, q[tile], g[tile], table[:count], visible[tile], workspace_bytes)
+        ids[tile] = topk_masked(part, visible[tile], k)
     return ids
 
 
@@ -92,10 +98,13 @@ def _score_into(
     for tile in _tiles(q.shape[0], tile_rows):
         queries, gates = q[tile].reshape(-1, dim), g[tile].unsqueeze(1)
         limit = visible[tile].unsqueeze(-1)
+        shortest = int(limit.min())
         for block in _tiles(table.shape[0], _BLOCK_KEYS):
             logits = (queries @ table[block].T).relu_().view(-1, heads, columns[block].shape[0])
             wanted = torch.bmm(gates, logits).squeeze(1)
-            scores[tile, block] = wanted.masked_fill_(columns[block] >= limit, -torch.inf)
+            if block.stop > shortest:
+                wanted.masked_fill_(columns[block] >= limit, -torch.inf)
+            scores[tile, block] = wanted
 
 
 def _read_keys(keys: Rows, page_ids: Tensor, count: int) -> Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def copy_pages(dst: Tensor, dst_ids: Tensor, src: Tensor, src_ids: Tensor, columns: slice = slice(None)) -> None:
+def copy_pages(
+    dst: Tensor, dst_ids: Tensor, src: Tensor, src_ids: Tensor, columns: slice = slice(None)
+) -> None:
     """Copy ``columns`` of pages ``src_ids`` of src to the same columns of pages ``dst_ids`` of dst.
 
     dst, src: [*, bytes] uint8, any pitch and device (a device page is a view of the tail of a

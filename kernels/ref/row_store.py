@@ -10,7 +10,13 @@ from dsv4_tierd.kernels.ref.rope import rotate
 
 
 def row_store(
-    x: Tensor, weight: Tensor, eps: float, positions: Tensor, inv_freq: Tensor, rows: Rows, ids: Tensor
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    inv_freq: Tensor,
+    rows: Rows,
+    ids: Tensor,
 ) -> None:
     """Store one K = V row a token.
 

@@ -64,7 +64,7 @@ def sparse_attention(
         tile = slice(start, min(q.shape[0], start + tile_rows))
         running = _Softmax(q[tile], sink)
         for rows, ids in scopes:
-            for block in ids[tile].split(_BLOCK_KEYS, 1):
+            for block in torch.split(ids[tile], _BLOCK_KEYS, 1):
                 running.add_picked(rows, block, scale)
         out[tile] = running.result()
     return out
@@ -94,7 +94,8 @@ def sparse_attention_prefill(
     starts = ends - window_visible
     window_keys = _read_seen(window, count, starts, ends)
     entries = _Entries(scope, workspace_bytes)
-    per_query = 4 * (3 * heads * (window_size + _QUERY_TILE + entries.width) + 2 * entries.gathered * dim)
+    scored = heads * (window_size + _QUERY_TILE + entries.width)
+    per_query = 4 * (3 * scored + 2 * entries.gathered * dim)
     size = max(1, min(_QUERY_TILE, workspace_bytes // per_query))
     out = torch.empty_like(q)
     columns = torch.arange(count, device=q.device)
@@ -110,9 +111,8 @@ def sparse_attention_prefill(
             out[tile] = (weights.flatten(0, 1) @ keys).view(-1, heads, dim)
             continue
         chosen, chosen_scores = entries.score(q[tile], tile, scale)
-        near, far = _weights(torch.cat([scores, chosen_scores], -1), sink).split(
-            [scores.shape[-1], chosen_scores.shape[-1]], -1
-        )
+        weights = _weights(torch.cat([scores, chosen_scores], -1), sink)
+        near, far = weights[..., : keys.shape[0]], weights[..., keys.shape[0] :]
         out[tile] = (near.flatten(0, 1) @ keys).view(-1, heads, dim) + torch.matmul(far, chosen)
     return out
 
@@ -177,8 +177,9 @@ class _Softmax:
     def __init__(self, q: Tensor, sink: Tensor) -> None:
         self.q = q
         # The sink opens the sum: value 0, weight e**sink. Clamped so that infinities work out.
-        self.top = sink.clamp(-_LIMIT, _LIMIT).expand(q.shape[0], -1).unsqueeze(-1)
-        self.total = torch.exp(sink.clamp_max(_LIMIT).expand(q.shape[0], -1).unsqueeze(-1) - self.top)
+        sinks = sink.clamp_max(_LIMIT).expand(q.shape[0], -1).unsqueeze(-1)
+        self.top = sinks.clamp_min(-_LIMIT)
+        self.total = torch.exp(sinks - self.top)
         self.sum = torch.zeros_like(q)
 
     def add_picked(self, rows: Rows, ids: Tensor, scale: float) -> None:

@@ -16,24 +16,27 @@ def topk(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     0 .. N. Returns [T, k] int32, ascending, -1 padded where fewer than k are visible. Equal
     scores rank by position, lowest first. Cost: one selection over N, no sort.
     """
-    tokens, count = scores.shape
-    ids = torch.full((tokens, k), -1, dtype=torch.int32, device=scores.device)
-    columns = torch.arange(count, device=scores.device)
-    ranked = torch.arange(k, device=scores.device).expand(tokens, k)
-    ids = torch.where(ranked < visible.unsqueeze(-1), ranked.to(torch.int32), ids)
+    columns = torch.arange(scores.shape[1], device=scores.device)
+    return topk_masked(scores.masked_fill(columns >= visible.unsqueeze(-1), -torch.inf), visible, k)
+
+
+def topk_masked(scores: Tensor, visible: Tensor, k: int) -> Tensor:
+    """topk of scores that are -inf already wherever they are not visible; saves a copy."""
+    tokens = scores.shape[0]
+    ranked = torch.arange(k, dtype=torch.int32, device=scores.device).expand(tokens, k)
+    ids = torch.where(ranked < visible.unsqueeze(-1), ranked, -1)
     full = (visible > k).nonzero().squeeze(-1)
     if not full.numel():
         return ids
-    scores, limit = scores[full] if full.numel() < tokens else scores, visible[full].unsqueeze(-1)
-    masked = scores.masked_fill(columns >= limit, -torch.inf)
+    scores, limit = scores[full] if full.numel() < tokens else scores, visible[full]
     # One more than asked: if it equals the last one taken, the library's choice is arbitrary.
-    values, chosen = torch.topk(masked, k + 1)
+    values, chosen = torch.topk(scores, k + 1)
     edge = values[:, k - 1]
     unsure = (edge == values[:, k]) | (edge == -torch.inf) | values.isnan().any(-1)
     picked = chosen[:, :k].sort(-1).values.to(torch.int32)
     redo = unsure.nonzero().squeeze(-1)
     if redo.numel():
-        picked[redo] = _topk_with_ties(scores[redo], limit[redo], k)
+        picked[redo] = _topk_with_ties(scores[redo], limit[redo].unsqueeze(-1), k)
     ids[full] = picked
     return ids
 

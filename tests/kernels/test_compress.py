@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import naive_ops
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import naive_ops
 from dsv4_tierd.kernels.ref.compress import CompressParams, compress_decode, compress_prefill
 
 RATIOS = pytest.mark.parametrize("ratio", [4, 128])
@@ -50,7 +50,7 @@ def case(rng: torch.Generator, ratio: int, tokens: int, dim: int = 48) -> Case:
 
 @RATIOS
 def test_entries_follow_the_formula(rng: torch.Generator, ratio: int) -> None:
-    """Each entry is the normed, rotated softmax pooling of its group and, ratio 4, the one before."""
+    """An entry is the normed, rotated softmax pooling of its group (ratio 4: and the last)."""
     c = case(rng, ratio, 3 * ratio + 1, dim=20)
     entries = naive_ops.as_array(c.run([c.kv.shape[0]], c.nan_ring()))
     assert len(entries) == 3

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-import naive_ops
 import pytest
 import torch
 
+import naive_ops
 from dsv4_tierd.kernels.layout import RowFormat, RowKind, Rows
 from dsv4_tierd.kernels.ref.hadamard import to_key_basis
 from dsv4_tierd.kernels.ref.index_scores import index_scores, index_scores_decode, scores_topk

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import naive_ops
 import numpy as np
 import pytest
 import torch
 
+import naive_ops
 from dsv4_tierd.kernels.layout import RowFormat, RowKind
 from dsv4_tierd.kernels.ref.row_store import row_store
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import naive_ops
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import naive_ops
 from dsv4_tierd.kernels.layout import RowFormat, RowKind, Rows
 from dsv4_tierd.kernels.ref.sparse_attention import (
     Listed,
@@ -117,7 +117,9 @@ def test_prefill_equals_the_op(
     sink[0] = -math.inf
     op = sparse_attention(q, near, near_ids, None if far_ids is None else far, far_ids, sink, SCALE)
     for workspace_bytes in (1, 1 << 25):
-        out = sparse_attention_prefill(q, near, visible, picked, sink, SCALE, window, workspace_bytes)
+        out = sparse_attention_prefill(
+            q, near, visible, picked, sink, SCALE, window, workspace_bytes
+        )
         assert float((out - op).abs().max()) < 1e-5
 
 

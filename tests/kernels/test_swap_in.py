@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import naive_ops
 import pytest
 import torch
 
+import naive_ops
 from dsv4_tierd.kernels.layout import RowFormat, RowKind
 from dsv4_tierd.kernels.ref.swap_in import evict_rows, plan_swap_in, swap_in
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-import naive_ops
 import pytest
 import torch
 
+import naive_ops
 from dsv4_tierd.kernels.ref.topk import topk
 
 NAN, INF = float("nan"), float("inf")

@@ -1,4 +1,4 @@
-"""The ops again, as loops over float64 scalars and rows: slow, and written from the formulas alone."""
+"""The ops again, as float64 loops over rows: slow, and written from the formulas alone."""
 
 from __future__ import annotations
 
