@@ -16,8 +16,8 @@ ARGS ?=
 
 # Without a GPU a CPU build of torch is enough; the newest release may bring gigabytes of CUDA.
 TORCH_CPU := torch==2.13.0
-EXTRAS := $(if $(shell command -v nvidia-smi),dev$(comma)cuda,dev)
 comma := ,
+EXTRAS := $(if $(shell command -v nvidia-smi),dev$(comma)cuda,dev)
 
 BIN := $(abspath $(VENV))/bin
 INSTALLED := $(VENV)/installed

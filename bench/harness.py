@@ -236,8 +236,8 @@ def _line(record: Record, work: Work, run_us: float) -> str:
     for tensor in work.result():
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return (
-        f"{mark} {record.bench:16} {record.case:44} {record.value:10.2f} {record.unit} ({goal}{floor};"
-        f" {work.bytes_moved} B, {rate:.0f} GB/s, {rate / HBM_READ_GBS:.0%} of HBM,"
+        f"{mark} {record.bench:16} {record.case:44} {record.value:10.2f} {record.unit}"
+        f" ({goal}{floor}; {work.bytes_moved} B, {rate:.0f} GB/s, {rate / HBM_READ_GBS:.0%} of HBM,"
         f" result {digest.hexdigest()[:8]})"
     )
 

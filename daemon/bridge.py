@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -29,6 +29,7 @@ from dsv4_tierd.tiering.errors import EngineRestarting, TierError, from_code
 
 _LENGTH = struct.Struct("<I")
 RESTART_RETRY_S = 1.0
+NOBODY = 0  # op id of messages whose answer is not awaited
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToDaemon] = msgspec.msgpack.Decoder(ToDaemon)
@@ -81,30 +82,52 @@ class Bridge:
         """Queue one frame, in call order; waits while the socket is full."""
         if self.closed:
             raise restarting()
-        payload = _encoder.encode(message)
-        assert len(payload) <= FRAME_BYTES_MAX, f"a frame of {len(payload)} bytes"
-        self._writer.write(_LENGTH.pack(len(payload)) + payload)
+        self.send_soon(message)
+        await self._drain()
+
+    async def _drain(self) -> None:
         try:
             await self._writer.drain()
         except (ConnectionError, RuntimeError) as error:
             raise restarting() from error
+
+    def send_soon(self, message: ToWorker) -> None:
+        """Queue a frame without waiting for room; for the few that must not wait."""
+        if not self.closed:
+            payload = _encoder.encode(message)
+            assert len(payload) <= FRAME_BYTES_MAX, f"a frame of {len(payload)} bytes"
+            self._writer.write(_LENGTH.pack(len(payload)) + payload)
 
     async def ask(self, make: Callable[[int], ToWorker]) -> Ack:
         """Send a message that has an op id, and wait for its answer.
 
         Raises the TierError that the Ack names, EngineRestarting if the worker dies.
         """
+        if self.closed:
+            raise restarting()
+        return await self.start_ask(make)
+
+    def start_ask(self, make: Callable[[int], ToWorker]) -> Awaitable[Ack]:
+        """Like ``ask``, but the message is on its way when this returns. Await the result once."""
         op_id = next(self._op_ids)
         answer: asyncio.Future[Ack] = asyncio.get_running_loop().create_future()
         self._acks[op_id] = answer
+        self.send_soon(make(op_id))
+        return self._answer(op_id, answer)
+
+    async def _answer(self, op_id: int, answer: asyncio.Future[Ack]) -> Ack:
         try:
-            await self.send(make(op_id))
+            await self._drain()
             ack = await answer
         finally:
             self._acks.pop(op_id, None)
         if ack.code is not None:
             raise from_code(ack.code, ack.message, retry_after_s=ack.retry_after_s)
         return ack
+
+    async def tell(self, make: Callable[[int], ToWorker]) -> None:
+        """Like ``ask``, for an answer that nobody needs."""
+        await self.send(make(NOBODY))
 
     def listen(self, request_id: str, sink: RequestSink) -> None:
         assert request_id not in self._sinks
@@ -139,7 +162,7 @@ class Bridge:
             case Ack():
                 answer = self._acks.get(message.op_id)
                 if answer is None or answer.done():
-                    self.strays += 1
+                    self.strays += message.op_id != NOBODY
                 else:
                     answer.set_result(message)
             case Done() | Failed():

@@ -282,9 +282,7 @@ def _record_events(record: Record) -> Iterator[AnyEvent]:
         uid=record.uid, run=run, length=transcript.length, used_s=record.used_s, turn=record.turn
     )
     if record.suspended_tier is not None or record.tail_key is not None:
-        yield Suspended(
-            uid=record.uid, tier=record.suspended_tier or "", tail_key=record.tail_key
-        )
+        yield Suspended(uid=record.uid, tier=record.suspended_tier or "", tail_key=record.tail_key)
         if record.suspended_tier is None:
             yield Resumed(uid=record.uid)
     if record.pinned_tier is not None:

@@ -89,7 +89,9 @@ class TextCodec:
         return [*found, text[start:]] if start < len(text) else found
 
     def _encode_segments(self, texts: Sequence[str]) -> list[bytes]:
-        keys = [(xxhash.xxh3_128_intdigest(t.encode("utf-8", "surrogatepass")), len(t)) for t in texts]
+        keys = [
+            (xxhash.xxh3_128_intdigest(t.encode("utf-8", "surrogatepass")), len(t)) for t in texts
+        ]
         found: dict[tuple[int, int], bytes] = {}
         todo: dict[tuple[int, int], str] = {}
         for key, text in zip(keys, texts, strict=True):

@@ -70,7 +70,7 @@ class Worker:
         self._config = config
         self._command = tuple(command)
         self._probing = probing
-        self._on_ready = on_ready
+        self.on_ready = on_ready
         self._bridge: Bridge | None = None  # a ready one
         self._current: Bridge | None = None  # ready or still loading
         self._stopping = False
@@ -158,8 +158,8 @@ class Worker:
         """Shake hands, announce the bridge, then probe it for ever."""
         with contextlib.suppress(TierError):
             self.model = await bridge.ready()
-            if self._on_ready is not None:
-                await self._on_ready(bridge)
+            if self.on_ready is not None:
+                await self.on_ready(bridge)
             self._bridge = bridge
             self.state = WorkerState.READY
             self._first_ready.set()

@@ -9,6 +9,9 @@ Ring rows are read before they are overwritten: only the programs of the first e
 ring, and they are the ones that write it.
 """
 
+# Kernel arguments are what Triton makes of them: they carry no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -17,7 +20,9 @@ import torch
 from torch import Tensor
 
 from dsv4_tierd.kernels.layout import RowFormat, RowKind, Rows
+from dsv4_tierd.kernels.ref import compress as ref
 from dsv4_tierd.kernels.ref.compress import CompressParams
+from dsv4_tierd.kernels.ref.hadamard import to_key_basis
 from dsv4_tierd.kernels.triton_rows import (
     KIND_CODE,
     check_row_format,
@@ -25,6 +30,7 @@ from dsv4_tierd.kernels.triton_rows import (
     rms_norm_row,
     rotate_row,
     row_arguments,
+    runs_kernels,
     store_row,
     tl,
     triton,
@@ -70,16 +76,23 @@ def compress_prefill(
     [n, E] fp32, n = (start+T)//ratio - start//ratio. ``held``: scratch of at least n entries,
     else allocated where ratio 128 needs it. Cost: kv and gate read once. Twin: ref/compress.py.
     """
+    if not runs_kernels(kv.device):
+        assert ring.shape[0] == params.ring_len, "the twin takes no longer rings"
+        entries = ref.compress_prefill(kv, gate, start, ring, params, out_ring)
+        if rows is None:
+            return entries
+        _store_plainly(entries, rows, ids)
+        return None
     tokens = kv.shape[0]
     if not tokens:
         if out_ring is not ring:
             out_ring.copy_(ring)
         return None if rows is not None else kv.new_empty(0, params.entry_dim)
     count = (start + tokens) // params.ratio - start // params.ratio
-    target, target_ids, entries = _target(rows, ids, count, params, kv)
+    target, target_ids, made = _target(rows, ids, count, params, kv)
     call = (kv, gate, start, tokens, count, ring, out_ring, target_ids)
     _launch(False, call, (ring, ring), params, target, held, max(1, count))
-    return entries
+    return made
 
 
 def compress_decode(
@@ -101,14 +114,29 @@ def compress_decode(
     entries) as in compress_prefill; only closing rows are stored. Without ``rows``: returns
     [B, E] fp32, zeros where no group closes. Twin: ref/compress.py.
     """
+    if not runs_kernels(kv.device):
+        assert rings.shape[1] == params.ring_len, "the twin takes no longer rings"
+        entries = ref.compress_decode(kv, gate, positions, rings, slots, params)
+        closing = positions % params.ratio == params.ratio - 1
+        if rows is None:
+            return entries
+        assert ids is not None
+        _store_plainly(entries, rows, torch.where(closing, ids, -1))
+        return None
     count = kv.shape[0]
-    target, target_ids, entries = _target(rows, ids, count, params, kv)
-    if entries is not None:
-        entries.zero_()
+    target, target_ids, made = _target(rows, ids, count, params, kv)
+    if made is not None:
+        made.zero_()
     if count:
         call = (kv, gate, 0, 1, count, rings, rings, target_ids)
         _launch(True, call, (positions, slots), params, target, held, count)
-    return entries
+    return made
+
+
+def _store_plainly(entries: Tensor, rows: Rows, ids: Tensor | None) -> None:
+    assert ids is not None
+    present = (ids >= 0) & (ids < rows.row_count)
+    rows.write(ids[present], to_key_basis(entries[present], rows.format.kind))
 
 
 def _target(
@@ -213,7 +241,17 @@ def _finish(
         x = hadamard_row(x, DIM)
     if (row >= 0) & (row < row_count):
         store_row(
-            x, row, data_ptr, scale_ptr, data_page, data_row, scale_page, scale_row, page_rows, DIM, KIND
+            x,
+            row,
+            data_ptr,
+            scale_ptr,
+            data_page,
+            data_row,
+            scale_page,
+            scale_row,
+            page_rows,
+            DIM,
+            KIND,
         )
 
 

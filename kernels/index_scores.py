@@ -6,6 +6,9 @@ them, so sessions that share a prefix share its scan. A score's bits depend on i
 key alone: not on the tile, the group or the neighbours.
 """
 
+# Kernel arguments are what Triton makes of them: they carry no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4_tierd.kernels.layout import RowKind, Rows
-from dsv4_tierd.kernels.triton_rows import row_arguments, tl, triton
+from dsv4_tierd.kernels.layout import FP8_AMAX_FLOOR, FP8_MAX, RowKind, Rows
+from dsv4_tierd.kernels.ref import index_scores as ref
+from dsv4_tierd.kernels.triton_rows import row_arguments, runs_kernels, tl, triton
 
 _BLOCK_KEYS = 128
 _PROGRAMS_PER_PROCESSOR = 4
@@ -77,7 +81,9 @@ def fill_plan(plan: ScanPlan, page_table: NDArray[np.int32], rows_per_page: int)
     plan.segments.copy_(torch.from_numpy(segments), non_blocking=True)
     plan.tile_ends.copy_(torch.from_numpy(ends), non_blocking=True)
     if members:
-        plan.members[: len(members)].copy_(torch.tensor(members, dtype=torch.int32), non_blocking=True)
+        plan.members[: len(members)].copy_(
+            torch.tensor(members, dtype=torch.int32), non_blocking=True
+        )
 
 
 def _segments(page_table: NDArray[np.int32]) -> list[tuple[int, int, list[int]]]:
@@ -114,7 +120,11 @@ def encode_queries(q: Tensor, g: Tensor, out: Queries | None = None) -> Queries:
     if out is None:
         codes = torch.empty(tokens, heads, dim, dtype=torch.float8_e4m3fn, device=q.device)
         out = Queries(codes, torch.empty(tokens, heads, dtype=torch.float32, device=q.device))
-    if tokens:
+    if not runs_kernels(q.device):
+        factor = q.float().abs().amax(-1).clamp_min(FP8_AMAX_FLOOR) / FP8_MAX
+        out.codes.copy_((q.float() / factor.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX))
+        out.gates.copy_(g * factor)
+    elif tokens:
         block = min(16, heads)
         _encode_queries[(tokens, triton.cdiv(heads, block))](
             q,
@@ -153,7 +163,10 @@ def index_scores(
     queries = _checked(q, g, keys)
     tokens, columns = queries.codes.shape[0], page_ids.shape[0] * keys.rows_per_page
     out = _output(out, tokens, columns, queries, fill)
-    if tokens and columns:
+    if not runs_kernels(out.device):
+        codes = queries.codes.float()
+        out.copy_(ref.index_scores(codes, queries.gates, keys, page_ids, visible))
+    elif tokens and columns:
         _scan_queries[(triton.cdiv(tokens, _QUERY_BLOCK), triton.cdiv(columns, 2 * _BLOCK_KEYS))](
             *_common(queries, keys, visible, out),
             page_ids,
@@ -191,6 +204,9 @@ def index_scores_decode(
     out = _output(out, batch, pages * keys.rows_per_page, queries, fill)
     if not batch or not pages:
         return out
+    if not runs_kernels(out.device):
+        codes = queries.codes.float()
+        return out.copy_(ref.index_scores_decode(codes, queries.gates, keys, page_table, visible))
     tiles = triton.cdiv(pages * keys.rows_per_page, _BLOCK_KEYS)
     shared = plan is not None
     segments, tile_ends, members = (
@@ -247,9 +263,8 @@ def _common(queries: Queries, keys: Rows, visible: Tensor, out: Tensor) -> tuple
     data, scale, data_page, data_row, scale_page, scale_row, _, row_count = row_arguments(keys)
     assert data_row == data.shape[2] and scale_row == 4, "a page's keys must be contiguous"
     codes = queries.codes.view(torch.uint8)
-    return (
-        codes, queries.gates, data, scale, data_page, scale_page, row_count, visible, out, out.stride(0)
-    )  # fmt: skip
+    paged = (data, scale, data_page, scale_page, row_count)
+    return codes, queries.gates, *paged, visible, out, out.stride(0)
 
 
 def _shape(queries: Queries, keys: Rows, block_keys: int, together: int) -> dict[str, int]:
@@ -265,7 +280,16 @@ def _shape(queries: Queries, keys: Rows, block_keys: int, together: int) -> dict
 
 @triton.jit
 def _encode_queries(
-    q_ptr, q_token, q_head, g_ptr, g_token, codes_ptr, gates_ptr, heads, BLOCK: tl.constexpr, DIM: tl.constexpr
+    q_ptr,
+    q_token,
+    q_head,
+    g_ptr,
+    g_token,
+    codes_ptr,
+    gates_ptr,
+    heads,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -283,7 +307,15 @@ def _encode_queries(
 
 @triton.jit
 def _load_keys(
-    data_ptr, scale_ptr, data_page, scale_page, row_count, page, slot, DIM: tl.constexpr, PAGE_ROWS: tl.constexpr
+    data_ptr,
+    scale_ptr,
+    data_page,
+    scale_page,
+    row_count,
+    page,
+    slot,
+    DIM: tl.constexpr,
+    PAGE_ROWS: tl.constexpr,
 ):
     """Keys [N, DIM] e4m3 and scales [N] fp32 of page ids [N]; zeros where the page is absent."""
     there = (page >= 0) & (page < row_count // PAGE_ROWS)
@@ -351,7 +383,15 @@ def _scan_queries(
         column = entry // PAGE_ROWS
         page = tl.load(page_ids + column, mask=(column < pages) & (entry < most), other=-1)
         keys, scales = _load_keys(
-            data_ptr, scale_ptr, data_page, scale_page, row_count, page, entry % PAGE_ROWS, DIM, PAGE_ROWS
+            data_ptr,
+            scale_ptr,
+            data_page,
+            scale_page,
+            row_count,
+            page,
+            entry % PAGE_ROWS,
+            DIM,
+            PAGE_ROWS,
         )
         lane = tl.arange(0, TOGETHER)
         for start in range(begin, end, TOGETHER):
@@ -424,7 +464,15 @@ def _scan_sessions(
         table = page_table + leader.to(tl.int64) * table_row
         page = tl.load(table + column, mask=wanted, other=-1)
         keys, scales = _load_keys(
-            data_ptr, scale_ptr, data_page, scale_page, row_count, page, entry % PAGE_ROWS, DIM, PAGE_ROWS
+            data_ptr,
+            scale_ptr,
+            data_page,
+            scale_page,
+            row_count,
+            page,
+            entry % PAGE_ROWS,
+            DIM,
+            PAGE_ROWS,
         )
         lane = tl.arange(0, TOGETHER)
         for start in range(begin, end, TOGETHER):

@@ -70,7 +70,9 @@ class RowFormat:
     @property
     def dtype(self) -> torch.dtype:
         """Element type of the data part."""
-        return {RowKind.FP32: torch.float32, RowKind.BF16: torch.bfloat16}.get(self.kind, torch.uint8)
+        return {RowKind.FP32: torch.float32, RowKind.BF16: torch.bfloat16}.get(
+            self.kind, torch.uint8
+        )
 
     @property
     def data_elems(self) -> int:
@@ -117,13 +119,17 @@ class RowFormat:
             return torch.cat([values, rope], -1)
         if self.kind is RowKind.KEY_FP8:
             assert scale is not None
-            return data.contiguous().view(torch.float8_e4m3fn).float() * scale.contiguous().view(torch.float32)
+            return data.contiguous().view(torch.float8_e4m3fn).float() * scale.contiguous().view(
+                torch.float32
+            )
         return data.float()
 
     def _encode_fp8(self, x: Tensor) -> tuple[Tensor, Tensor]:
         nope = self.dim - self.rope_dim
         # Rounded to bf16 first, as the model's own cache does, so both give the same bytes.
-        grouped = x[..., :nope].to(torch.bfloat16).float().unflatten(-1, (nope // FP8_GROUP, FP8_GROUP))
+        grouped = (
+            x[..., :nope].to(torch.bfloat16).float().unflatten(-1, (nope // FP8_GROUP, FP8_GROUP))
+        )
         amax = grouped.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR)
         exponents = _ceil_log2(amax / FP8_MAX)
         factors = _exp2(-exponents)
@@ -169,7 +175,9 @@ class Rows:
     def read(self, ids: Tensor) -> Tensor:
         """Rows [*ids.shape, dim] fp32. ``ids``: integer row ids, all in range."""
         page, slot = self._split(ids)
-        return self.format.decode(self.data[page, slot], None if self.scale is None else self.scale[page, slot])
+        return self.format.decode(
+            self.data[page, slot], None if self.scale is None else self.scale[page, slot]
+        )
 
     def write(self, ids: Tensor, x: Tensor) -> None:
         """Encode and store rows ``x`` [n, dim] fp32 at ``ids`` [n] (distinct)."""

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dsv4_tierd.kernels.layout import PAGE_TOKENS
 from torch import Tensor
+
+from dsv4_tierd.kernels.layout import PAGE_TOKENS
 
 CSRC = Path(__file__).parent / "csrc"
 ARCHITECTURES = ("sm_90a", "sm_100a")  # compiled in CI; what the kernels are written for
@@ -104,6 +105,7 @@ class LoadedKernel:
         self._kernel = self._object.get_kernel(name)
         self._device_index = device_index
         self._configs: dict[Shape, Any] = {}
+        self._shared_bytes_max = 0
 
     def launch(self, shape: Shape, *arguments: Argument) -> None:
         """Launch on torch's current stream of the device. Tensors go as pointers, None as null."""
@@ -120,7 +122,9 @@ class LoadedKernel:
 
         assert shape.blocks % shape.cluster == 0, shape
         attribute = driver.CUfunction_attribute
-        self._set(attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shape.shared_bytes)
+        # The limit is the kernel's: a smaller shape must not lower it for a larger one.
+        self._shared_bytes_max = max(self._shared_bytes_max, shape.shared_bytes)
+        self._set(attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self._shared_bytes_max)
         if shape.cluster > 8:
             self._set(attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
         # cuda.core counts the grid in clusters once a cluster is given.
@@ -208,6 +212,6 @@ def _write(path: Path, cubin: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(hashlib.sha256(cubin).digest() + cubin)
-        os.replace(file.name, path)
+        Path(file.name).replace(path)
     except OSError as error:
         log.warning("compiled kernel not kept: path=%s error=%s", path, error)

@@ -1,16 +1,22 @@
 """Write window rows on the GPU: norm, rotate, encode and store in one launch, one program a row."""
 
+# Kernel arguments are what Triton makes of them: they carry no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from dsv4_tierd.kernels.layout import Rows
+from dsv4_tierd.kernels.ref import row_store as ref
 from dsv4_tierd.kernels.triton_rows import (
     KIND_CODE,
     check_row_format,
     rms_norm_row,
     rotate_row,
     row_arguments,
+    runs_kernels,
     store_row,
     tl,
     triton,
@@ -33,6 +39,10 @@ def row_store(
     count, stores nothing. Writes ``rows``; a row's bytes depend on its own x and position alone.
     Raises ValueError for a row format without a GPU encoder. Cost: x once, the rows once.
     """
+    if not runs_kernels(x.device):
+        present = (ids >= 0) & (ids < rows.row_count)
+        ref.row_store(x, weight, eps, positions, inv_freq, rows, torch.where(present, ids, -1))
+        return
     check_row_format(rows.format)
     tokens, dim = x.shape
     assert dim == rows.format.dim and x.stride(1) == 1, (x.shape, x.stride(), rows.format)
@@ -83,5 +93,15 @@ def _row_store(
         x = rms_norm_row(x, weight_ptr, eps, DIM)
         x = rotate_row(x, position, inv_freq_ptr, DIM, ROPE)
         store_row(
-            x, row, data_ptr, scale_ptr, data_page, data_row, scale_page, scale_row, page_rows, DIM, KIND
+            x,
+            row,
+            data_ptr,
+            scale_ptr,
+            data_page,
+            data_row,
+            scale_page,
+            scale_row,
+            page_rows,
+            DIM,
+            KIND,
         )

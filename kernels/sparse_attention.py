@@ -7,6 +7,9 @@ else, and a partial that nobody wrote is not read. No atomics: a query's bits de
 the order of its ids and ``rows_per_split`` alone.
 """
 
+# Kernel arguments are what Triton makes of them: they carry no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,7 +18,9 @@ import torch
 from torch import Tensor
 
 from dsv4_tierd.kernels.layout import FP8_GROUP, RowFormat, RowKind, Rows
-from dsv4_tierd.kernels.triton_rows import row_arguments, tl, triton
+from dsv4_tierd.kernels.ref import sparse_attention as ref
+from dsv4_tierd.kernels.ref.rope import rotate
+from dsv4_tierd.kernels.triton_rows import row_arguments, runs_kernels, tl, triton
 
 ROW = RowFormat(RowKind.FP8, 512, FP8_GROUP)
 _BLOCK_ROWS = 64
@@ -48,12 +53,12 @@ def supports(row_format: RowFormat) -> bool:
 def rows_per_split(tokens: int, heads: int, capacity: int) -> int:
     """Rows that one program attends to, from the capacities of a call alone.
 
-    tokens: queries; capacity: window and extra ids of a query, -1 ones too. Doubled until the
-    programs fit the card about once; never below one block of 64.
+    tokens: queries; capacity: window and extra ids of a query, -1 ones too. As many spans as
+    fill the card once; never below one block of 64.
     """
-    programs = max(1, _TARGET_PROGRAMS // (tokens * triton.cdiv(heads, 64)))
-    blocks = triton.cdiv(capacity, _BLOCK_ROWS)
-    return _BLOCK_ROWS * triton.cdiv(blocks, min(programs, blocks))
+    programs = max(1, _TARGET_PROGRAMS // (tokens * -(-heads // 64)))
+    blocks = max(1, -(-capacity // _BLOCK_ROWS))
+    return _BLOCK_ROWS * -(-blocks // min(programs, blocks))
 
 
 def workspace(
@@ -96,6 +101,9 @@ def sparse_attention(
     rotates the result back. Returns out; zeros where nothing is visible. Raises ValueError for
     rows that are not fp8 of (512, 64). Cost: the rows' bytes, 262,144 * H operations a row.
     """
+    if not runs_kernels(q.device):
+        result = _plainly(q, window, window_ids, extra, extra_ids, sink, scale, inverse)
+        return result.to(q.dtype) if out is None else out.copy_(result)
     used = window if extra is None else extra
     for rows in (window, used):
         if not supports(rows.format):
@@ -180,10 +188,30 @@ def sparse_attention(
     return out
 
 
+def _plainly(
+    q: Tensor,
+    window: Rows,
+    window_ids: Tensor,
+    extra: Rows | None,
+    extra_ids: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    inverse: InverseRope | None,
+) -> Tensor:
+    near = _present(window, window_ids)
+    far = None if extra is None or extra_ids is None else _present(extra, extra_ids)
+    result = ref.sparse_attention(q.float(), window, near, extra, far, sink, scale)
+    if inverse is None:
+        return result
+    return rotate(result, inverse.positions, inverse.inv_freq, inverse=True)
+
+
+def _present(rows: Rows, ids: Tensor) -> Tensor:
+    return torch.where((ids >= 0) & (ids < rows.row_count), ids, -1)
+
+
 @triton.jit
-def _decode(
-    data, scales, seen, FIRST: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr
-):
+def _decode(data, scales, seen, FIRST: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr):
     """e4m3 columns FIRST.. of rows at ``data`` [N] times 2**(scale byte - 127): [N, WIDTH]."""
     GROUPS: tl.constexpr = WIDTH // 64
     group = tl.arange(0, GROUPS)

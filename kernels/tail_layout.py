@@ -62,11 +62,19 @@ class TailLayout:
 
     @property
     def slot_bytes(self) -> int:
-        return self.window_bytes + _size(self.c4_rings) + _size(self.index_rings) + _size(self.c128_rings)
+        return (
+            self.window_bytes
+            + _size(self.c4_rings)
+            + _size(self.index_rings)
+            + _size(self.c128_rings)
+        )
 
     @property
     def resume_bytes(self) -> int:
-        return self.window_bytes + (_size(self.c4_rings) + _size(self.index_rings)) * C4_OVERLAP // C4_RING
+        return (
+            self.window_bytes
+            + (_size(self.c4_rings) + _size(self.index_rings)) * C4_OVERLAP // C4_RING
+        )
 
     def rings(self, sections: tuple[Section, ...], slots: Tensor) -> tuple[Tensor, ...]:
         """Each layer's ring of every slot: [slots, length, width] fp32 views."""

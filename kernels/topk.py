@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from dsv4_tierd.kernels import nvrtc
 from dsv4_tierd.kernels.checks import check_dense, check_rows_aligned, check_tensor
 from dsv4_tierd.kernels.ref import topk as ref
-from torch import Tensor
 
 K_MAX = 2048
 COLUMNS_MAX = 1 << 20
@@ -46,9 +47,10 @@ def topk(
 ) -> Tensor:
     """Positions of the k largest among the first ``visible[t]`` scores of each row.
 
-    scores: [T, N] fp32, N up to 2**20, rows at multiples of 16 B; any values (NaN ranks below
-    -inf, +0 equals -0). visible: [T] int32, 0 .. N. ids: [T, k] int32, written and returned (made
-    when None: not inside a graph). Ascending, -1 padded; ties to the lowest position. k up to 2048.
+    scores: [T, N] fp32, N up to 2**20 and on a GPU a multiple of 4, rows at multiples of 16 B; any
+    values (NaN ranks below -inf, +0 equals -0). visible: [T] int32, 0 .. N. ids: [T, k] int32,
+    written and returned (made when None: not inside a graph). Ascending, -1 padded; ties to the
+    lowest position. k up to 2048.
     ``cluster``: CTAs a row (power of two up to 16), chosen when None. Raises ValueError on a wrong
     argument. Cost: each score is read once (heavy ties: up to five times), one launch.
     """
@@ -97,7 +99,10 @@ def mirror_rows(ids: Tensor, pages: Tensor, tokens_per_request: int = 1) -> Tens
 def _check(scores: Tensor, visible: Tensor, ids: Tensor, mirror: MirrorRows | None) -> None:
     device, (tokens, columns), k = scores.device, scores.shape, ids.shape[1]
     check_tensor("scores", scores, torch.float32, (None, None), device)
-    check_rows_aligned("scores", scores, 16 if device.type == "cuda" else 4)
+    if device.type == "cuda":
+        check_rows_aligned("scores", scores, 16)
+        if columns % 4:
+            raise ValueError(f"scores: {columns} a row, on a GPU a multiple of 4")
     check_tensor("visible", visible, torch.int32, (tokens,), device)
     check_tensor("ids", ids, torch.int32, (tokens, k), device)
     check_dense("visible", visible)

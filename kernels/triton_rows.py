@@ -4,10 +4,16 @@ Importing this needs no GPU and no Triton: without Triton the decorators are ine
 kernel raises. The device functions work on one row held by one program.
 """
 
+# Kernel arguments are what Triton makes of them: they carry no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# ruff: noqa: ANN201
+
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from dsv4_tierd.kernels.layout import FP8_GROUP, RowFormat, RowKind, Rows
@@ -32,6 +38,14 @@ FP32 = tl.constexpr(0)
 BF16 = tl.constexpr(1)
 FP8 = tl.constexpr(2)
 KEY_FP8 = tl.constexpr(3)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether ops on this device launch their kernel (GPU, Triton's interpreter), or the twin."""
+    return device.type == "cuda" or INTERPRETED
+
 
 KIND_CODE = {RowKind.FP32: 0, RowKind.BF16: 1, RowKind.FP8: 2, RowKind.KEY_FP8: 3}
 

@@ -47,10 +47,10 @@ class TierConfig:
     pages: PageLayout
     tail: TailLayout
     identity: bytes
+    device: torch.device
+    replay_layers: int  # the model's layers and its MTP block
     tiered: bool = True
     reuse: bool = True
-    device: torch.device = torch.device("cpu")
-    replay_layers: int = 0  # the model's layers and its MTP block
 
 
 class TierManager:
@@ -60,7 +60,7 @@ class TierManager:
         plan, device = config.plan, config.device
         self.config = config
         self.replay = replay_tokens(
-            config.tail.window, config.replay_layers or config.tail.layer_count + 1
+            config.tail.window, config.replay_layers
         )
         self.tree = RadixTree()
         self.memory = PageMemory(config.pages, plan.mirror_pages, plan.device_pages, device)

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from harness import Case, Work, floor_us, set_count, tensor_bytes
+
 from dsv4_tierd.kernels.ref import topk as ref
 from dsv4_tierd.kernels.topk import topk
-from harness import Case, Work, floor_us, set_count, tensor_bytes
 
 K = 512
 # columns, batch, goal in us

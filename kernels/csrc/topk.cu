@@ -53,18 +53,15 @@ __device__ __forceinline__ float score_of(u32 key) {
     return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
+// Four scores at `at`, a multiple of 4. The last load may pass the chunk's end (never the row's):
+// who uses it masks those.
 __device__ __forceinline__ float4 load4(const Row& row, u32 at) {
     const float nan = __uint_as_float(0x7fffffffu);
     float4 v = make_float4(nan, nan, nan, nan);
-    if (at + 4 <= row.end) {
+    if (at < row.end)
         asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                      : "l"(row.scores + at));
-    } else if (at < row.end) {
-        v.x = row.scores[at];
-        if (at + 1 < row.end) v.y = row.scores[at + 1];
-        if (at + 2 < row.end) v.z = row.scores[at + 2];
-    }
     return v;
 }
 
@@ -78,7 +75,12 @@ __device__ __forceinline__ void load_tile(const Row& row, u32 tile, float4 (&v)[
     for (u32 i = 0; i < TILE; ++i) v[i] = load4(row, offset_of(row, tile, i));
 }
 
-__device__ __forceinline__ float max4(const float4& v) { return fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)); }
+// The largest of the scores at `at` that are in the chunk; NaN when there is none.
+__device__ __forceinline__ float max4(const Row& row, const float4& v, u32 at) {
+    const float nan = __uint_as_float(0x7fffffffu);
+    const float first = fmaxf(at < row.end ? v.x : nan, at + 1 < row.end ? v.y : nan);
+    return fmaxf(first, fmaxf(at + 2 < row.end ? v.z : nan, at + 3 < row.end ? v.w : nan));
+}
 
 // Sum of `v` over lower threads, and over all. Between two calls of the same `slot` the caller
 // must pass a __syncthreads.
@@ -123,13 +125,14 @@ __device__ __forceinline__ u32* merge(Shared& s, const Row& row, u32 round) {
     __syncthreads();
     if (row.ctas == 1) return s.hist;
     u32* merged = s.merged[round & 1];
-#pragma unroll
+#pragma unroll 1
     for (u32 i = 0; i < BINS / THREADS; ++i) {
         const u32 bin = threadIdx.x + i * THREADS;
         const u32 count = s.hist[bin];
         if (!count) continue;
         s.hist[bin] = 0;
         const u32 address = shared_address(merged + bin);
+#pragma unroll 1
         for (u32 r = 0; r < row.ctas; ++r) remote_add(remote_address(address, r), count);
     }
     cluster_sync();
@@ -150,13 +153,30 @@ __device__ __forceinline__ void append(Shared& s, const Row& row, const Candidat
     c.positions[slot] = at;
 }
 
-__device__ __forceinline__ void filter4(Shared& s, const Row& row, const Candidates& c, const float4& v, u32 at,
-                                        float bound, bool all) {
-    if (!(max4(v) >= bound || all)) return;
-    const float x[4] = {v.x, v.y, v.z, v.w};
+// Appends the tile's scores that reach the bound. Few do, so the code is kept small, not wide.
+__device__ __forceinline__ void filter(Shared& s, const Row& row, const Candidates& c, const float4 (&v)[TILE],
+                                       u32 tile, float bound, bool all) {
+    float x[TILE * 4];
+    u32 passing = 0;
 #pragma unroll
-    for (u32 e = 0; e < 4; ++e)
-        if ((x[e] >= bound || all) && at + e < row.end) append(s, row, c, x[e], at + e);
+    for (u32 i = 0; i < TILE; ++i) {
+        const float of[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+        for (u32 e = 0; e < 4; ++e) {
+            x[i * 4 + e] = of[e];
+            passing |= (of[e] >= bound || all ? 1u : 0u) << (i * 4 + e);
+        }
+    }
+#pragma unroll 1
+    while (passing) {
+        const u32 which = __ffs(passing) - 1;
+        passing &= passing - 1;
+        float score = x[0];
+#pragma unroll
+        for (u32 i = 1; i < TILE * 4; ++i) score = which == i ? x[i] : score;
+        const u32 at = offset_of(row, tile, which / 4) + which % 4;
+        if (at < row.end) append(s, row, c, score, at);
+    }
 }
 
 // Step 1: a key that at least k scores of the row reach. 0 when the sample has too few groups.
@@ -167,8 +187,9 @@ __device__ __forceinline__ u32 lower_bound(Shared& s, const Row& row, const floa
     bool valid[TILE];
 #pragma unroll
     for (u32 i = 0; i < TILE; ++i) {
-        keys[i] = key_of(max4(v[i]));
-        valid[i] = offset_of(row, 0, i) < row.end;
+        const u32 at = offset_of(row, 0, i);
+        keys[i] = key_of(max4(row, v[i], at));
+        valid[i] = at < row.end;
     }
     if (whole) {
 #pragma unroll
@@ -179,6 +200,7 @@ __device__ __forceinline__ u32 lower_bound(Shared& s, const Row& row, const floa
     }
     const u32 enough = max(row.ctas * row.cap / 3 / row.tiles, 1u);
     u32 bound = 0, need = row.k, shift = 20, above_shift = 31;
+#pragma unroll 1
     while (true) {
         const u32 mask = shift == 20 ? BINS - 1 : 1023;
 #pragma unroll
@@ -202,14 +224,16 @@ struct Threshold {
 };
 
 // The need-th largest key of `lists` lists, all within [low, high]. Every thread gets the answer.
-__device__ __forceinline__ Threshold select(Shared& s, const u32* keys, const u32* counts, u32 lists, u32 cap, u32 low,
+__device__ __noinline__ Threshold select(Shared& s, const u32* keys, const u32* counts, u32 lists, u32 cap, u32 low,
                                             u32 high, u32 need) {
     const u32 warp = threadIdx.x / 32, list = warp % lists;
     const u32* mine = keys + list * cap;
     const u32 count = counts[list], begin = warp / lists * 32 + threadIdx.x % 32, step = 32 / lists * 32;
+#pragma unroll 1
     while (true) {
         const u32 bits = 32 - __clz(high - low);
         const u32 shift = bits > 12 ? bits - 12 : 0;
+#pragma unroll 1
         for (u32 i = begin; i < count; i += step) {
             const u32 key = mine[i];
             if (key >= low && key <= high) atomicAdd(&s.hist[(key - low) >> shift], 1);
@@ -227,7 +251,7 @@ __device__ __forceinline__ Threshold select(Shared& s, const u32* keys, const u3
 }
 
 // Step 2's relief: keep only the CTA's own k best (and ties) when candidates pile up.
-__device__ __forceinline__ u32 tighten(Shared& s, const Row& row, const Candidates& c, u32 bound) {
+__device__ __noinline__ u32 tighten(Shared& s, const Row& row, const Candidates& c, u32 bound) {
     const u32 count = s.count, top = s.top;
     u32* own = c.keys + row.rank * row.cap;
     const u32 low = bound <= KEY_NEGATIVE_INFINITY ? 0 : bound;
@@ -265,15 +289,17 @@ __device__ __forceinline__ void emit(const Out& out, u32 at, u32 position) {
     if (out.rows) out.rows[at] = out.pages[position / ROWS_PER_PAGE] * ROWS_PER_PAGE + position % ROWS_PER_PAGE;
 }
 
-// Orders own candidates with key in [low, high] by position: calls use(rank, position, slot) for each.
-// Bins of positions, then a count within the bin, which holds at most (chunk / BINS) positions.
-template <typename Use>
-__device__ __forceinline__ void in_order(Shared& s, const Row& row, const Candidates& c, u32 low, u32 high, Use use) {
+// Orders own candidates with key in [low, high] by position, by bins of positions and a count
+// within the bin, which holds at most (chunk / BINS) positions. Writes them from `base` on; or,
+// when `raise` is not 0, only raises the key of the first `raise` of them above `high`.
+__device__ __noinline__ void in_order(Shared& s, const Row& row, const Candidates& c, u32 low, u32 high, u32 base,
+                                      u32 raise, const Out& out) {
     const u32 n = s.counts[row.rank];
-    const u32* own = c.keys + row.rank * row.cap;
+    u32* own = c.keys + row.rank * row.cap;
     u32* ordered = s.merged[0];  // 2 * BINS = the largest cap
     const u32 bits = 32 - __clz(row.end - row.begin);
     const u32 shift = bits > 12 ? bits - 12 : 0;
+#pragma unroll 1
     for (u32 i = threadIdx.x; i < n; i += THREADS)
         if (own[i] >= low && own[i] <= high) atomicAdd(&s.hist[(c.positions[i] - row.begin) >> shift], 1);
     __syncthreads();
@@ -283,18 +309,23 @@ __device__ __forceinline__ void in_order(Shared& s, const Row& row, const Candid
     const u32 first = block_exclusive(s, v.x + v.y + v.z + v.w, 1, total);
     *place = make_uint4(first, first + v.x, first + v.x + v.y, first + v.x + v.y + v.z);
     __syncthreads();
+#pragma unroll 1
     for (u32 i = threadIdx.x; i < n; i += THREADS)
         if (own[i] >= low && own[i] <= high)
             ordered[atomicAdd(&s.hist[(c.positions[i] - row.begin) >> shift], 1)] = i;
     __syncthreads();
+#pragma unroll 1
     for (u32 j = threadIdx.x; j < total; j += THREADS) {
         const u32 slot = ordered[j], position = c.positions[slot], bin = (position - row.begin) >> shift;
         const u32 start = bin ? s.hist[bin - 1] : 0, stop = s.hist[bin];
         u32 rank = start;
         if (stop - start > 1)
+#pragma unroll 1
             for (u32 q = start; q < stop; ++q) rank += c.positions[ordered[q]] < position;
-        use(rank, position, slot);
+        if (!raise) emit(out, base + rank, position);
+        else if (rank < raise) own[slot] = high + 1;
     }
+    if (!raise) return;  // the last use of the histogram
     __syncthreads();
     *place = make_uint4(0, 0, 0, 0);
     __syncthreads();
@@ -307,6 +338,7 @@ __device__ __forceinline__ void emit_candidates(Shared& s, const Row& row, const
     const u32 count = s.counts[list], begin = warp / row.ctas * 32 + threadIdx.x % 32, step = 32 / row.ctas * 32;
     if (list < row.rank || (list == row.rank && t.tied)) {
         u32 greater = 0, equal = 0;
+#pragma unroll 1
         for (u32 i = begin; i < count; i += step) {
             const u32 key = c.keys[list * row.cap + i];
             greater += key > t.key;
@@ -323,14 +355,10 @@ __device__ __forceinline__ void emit_candidates(Shared& s, const Row& row, const
     const u32 tied_before = s.sums[1], tied_here = s.equal[row.rank];
     const u32 base = s.sums[0] + min(tied_before, t.take);
     const u32 quota = min(t.take - min(tied_before, t.take), tied_here);
-    u32* own = c.keys + row.rank * row.cap;
     u32 low = t.key + 1;
     if (t.tied && quota == tied_here) low = t.key;
-    else if (quota)  // only some of the tied ones: raise the first `quota` of them
-        in_order(s, row, c, t.key, t.key, [&](u32 rank, u32, u32 slot) {
-            if (rank < quota) own[slot] = t.key + 1;
-        });
-    in_order(s, row, c, low, 0xffffffffu, [&](u32 rank, u32 position, u32) { emit(out, base + rank, position); });
+    else if (quota) in_order(s, row, c, t.key, t.key, 0, quota, out);  // only some of the tied ones
+    in_order(s, row, c, low, 0xffffffffu, base, 0, out);
 }
 
 // Adds to the histogram; one add where a warp agrees, so that equal scores do not queue.
@@ -350,6 +378,7 @@ __device__ __noinline__ void select_all(Shared& s, const Row& row, const Out& ou
     u32 prefix = 0, need = row.k, above_shift = 0;
     for (u32 shift = 20;; shift -= 10) {
         const u32 mask = shift == 20 ? BINS - 1 : 1023;
+#pragma unroll 1
         for (u32 b = 0; b < blocks; ++b) {
             const u32 at = row.begin + b * BLOCK + threadIdx.x * 4;
             const float4 v = load4(row, at);
@@ -369,6 +398,7 @@ __device__ __noinline__ void select_all(Shared& s, const Row& row, const Out& ou
     }
     // How many of each kind stand in the chunks before this one.
     u32 greater = 0, equal = 0;
+#pragma unroll 1
     for (u32 b = 0; b < blocks; ++b) {
         const u32 at = row.begin + b * BLOCK + threadIdx.x * 4;
         const float4 v = load4(row, at);
@@ -392,6 +422,7 @@ __device__ __noinline__ void select_all(Shared& s, const Row& row, const Out& ou
     const u32 tied_before = min(s.sums[1], need);
     const u32 base = s.sums[0] + tied_before, quota = need - tied_before;
     u32 greater_so_far = 0, equal_so_far = 0;
+#pragma unroll 1
     for (u32 b = 0; b < blocks; ++b) {
         const u32 at = row.begin + b * BLOCK + threadIdx.x * 4;
         const float4 v = load4(row, at);
@@ -415,7 +446,7 @@ __device__ __noinline__ void select_all(Shared& s, const Row& row, const Out& ou
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    topk(const float* scores,      // [T, columns] fp32, `stride` scores between rows, rows 16-byte aligned
+    topk(const float* scores,      // [T, columns] fp32, columns a multiple of 4, rows 16-byte aligned, `stride` apart
          i64 stride, const int* visible,  // [T]
          i64 columns, i64 k, i64 cap,     // cap: candidates a CTA may hold
          int* positions,           // [T, k]
@@ -435,9 +466,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int seen = min(visible[t], static_cast<int>(columns));
     const u32 length = max(seen, 0);
     const Out out{positions + t * k, rows ? rows + t * k : nullptr,
-                  pages ? pages + t / tokens_per_request * pages_stride : nullptr};
+                  pages ? pages + static_cast<u32>(t) / static_cast<u32>(tokens_per_request) * pages_stride : nullptr};
     if (length <= k) {
         if (ctas > 1) cluster_wait();
+#pragma unroll 1
         for (u32 i = rank * THREADS + threadIdx.x; i < k; i += ctas * THREADS) {
             if (i < length) {
                 emit(out, i, i);
@@ -464,11 +496,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     u32 round = 0;
     u32 bound = lower_bound(s, row, now, length, round);
+#pragma unroll 1
     for (u32 tile = 0; tile < row.tiles; ++tile) {
         const bool all = bound <= KEY_NEGATIVE_INFINITY;
         const float score = all ? 0.0f : score_of(bound);
-#pragma unroll
-        for (u32 i = 0; i < TILE; ++i) filter4(s, row, c, now[i], offset_of(row, tile, i), score, all);
+        filter(s, row, c, now, tile, score, all);
         if (tile + 1 == row.tiles) break;
 #pragma unroll
         for (u32 i = 0; i < TILE; ++i) now[i] = next[i];
@@ -490,6 +522,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const u32 to = warp % ctas;
         u32* own = c.keys + rank * row.cap;
         if (to != rank)
+#pragma unroll 1
             for (u32 i = warp / ctas * 32 + lane; i < count; i += 32 / ctas * 32)
                 remote_store(remote_address(shared_address(own + i), to), own[i]);
     }
@@ -497,6 +530,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     else __syncthreads();
     u32 top = 0;
     bool overflow = false;
+#pragma unroll 1
     for (u32 r = 0; r < ctas; ++r) {
         overflow |= s.counts[r] > cap;
         top = max(top, s.tops[r]);

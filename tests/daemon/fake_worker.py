@@ -220,7 +220,9 @@ class FakeWorker:
         try:
             await self.generate(m)
         except AssertionError as error:
-            await self.send(Failed(request_id=m.request_id, code="internal_error", message=str(error)))
+            await self.send(
+                Failed(request_id=m.request_id, code="internal_error", message=str(error))
+            )
         finally:
             self.running.pop(m.request_id, None)
             self.credit.pop(m.request_id, None)
@@ -306,9 +308,7 @@ class FakeWorker:
         )
         await self.send(done)
         if "double" in self.switches:
-            await self.send(
-                Tokens(request_id=m.request_id, token_ids=(5,), text="late")
-            )
+            await self.send(Tokens(request_id=m.request_id, token_ids=(5,), text="late"))
             await self.send(done)
 
 

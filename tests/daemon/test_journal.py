@@ -79,10 +79,16 @@ def small_history(file: JournalFile, ledger: Ledger) -> list[tuple[int, dict[str
     steps: list[Any] = [
         lambda: [created("a", metadata={"k": [1, "x"]})],
         lambda: append(ledger, "a", [1, 2, 3]),
-        lambda: [created("b", run=0, length=2), Suspended(uid="a", tier="store", tail_key=b"t" * 32)],
+        lambda: [
+            created("b", run=0, length=2),
+            Suspended(uid="a", tier="store", tail_key=b"t" * 32),
+        ],
         lambda: append(ledger, "b", [7, 8]),
         lambda: append(ledger, "a", [9], cut=1),
-        lambda: [Pinned(uid="b", tier="host", until_s=9.0), Changed(uid="b", metadata={}, ttl_s=5.0)],
+        lambda: [
+            Pinned(uid="b", tier="host", until_s=9.0),
+            Changed(uid="b", metadata={}, ttl_s=5.0),
+        ],
         lambda: [Deleted(uid="a", expired=True)],
         lambda: append(ledger, "b", [4, 4, 4, 4]),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 from pathlib import Path
@@ -56,7 +57,10 @@ LINES = st.lists(
 )  # fmt: skip
 
 
-@given(parts=LINES, joins=st.lists(st.sampled_from(["\n", "", "\n\n", " \n"]), min_size=60, max_size=60))
+@given(
+    parts=LINES,
+    joins=st.lists(st.sampled_from(["\n", "", "\n\n", " \n"]), min_size=60, max_size=60),
+)
 @settings(max_examples=150, deadline=None)
 def test_cut_segments_equal_the_whole(parts: list[str], joins: list[str]) -> None:
     """Cutting text at the tokenizer's safe places never changes a token id."""
@@ -73,7 +77,7 @@ def test_cut_segments_equal_the_whole(parts: list[str], joins: list[str]) -> Non
 
 def test_real_source_code_is_cut_and_equal() -> None:
     """A large source file is cut into many segments, and its ids are those of the whole."""
-    text = Path(json.__file__).parent.joinpath("decoder.py").read_text() * 4
+    text = Path(argparse.__file__).read_text()
     assert len(codec()._segments(text)) > 4
     assert ids(codec().encode([Piece(text)])) == whole(text)
 
@@ -81,10 +85,10 @@ def test_real_source_code_is_cut_and_equal() -> None:
 def test_a_longer_prompt_tokenises_only_its_new_text() -> None:
     """The second turn finds every earlier segment in the cache."""
     fresh = TextCodec(source())
-    text = Path(json.__file__).parent.joinpath("decoder.py").read_text() * 8
+    text = Path(argparse.__file__).read_text()
     fresh.encode([Piece(text)])
     before = fresh.misses
-    assert before > 5
+    assert before >= 3
     fresh.encode([Piece(text + "\nclass More:\n    pass\n")])
     assert fresh.misses - before <= 1
 
@@ -144,7 +148,13 @@ def test_an_answer_cut_short_is_closed_before_the_next_message() -> None:
 
 @pytest.mark.parametrize(
     "messages",
-    [[], [{"role": "martian", "content": "x"}], [{"role": "user"}], ["x"], [{"role": "user", "content": 5}]],
+    [
+        [],
+        [{"role": "martian", "content": "x"}],
+        [{"role": "user"}],
+        ["x"],
+        [{"role": "user", "content": 5}],
+    ],
 )
 def test_bad_messages_are_refused(messages: list[object]) -> None:
     """Messages that the encoding cannot take are the caller's fault."""

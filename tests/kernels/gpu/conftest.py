@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,12 +34,12 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def seed() -> Iterator[int]:
+def seed() -> int:
     """A fresh seed each run; $GPU_TEST_SEED replays one. Printed when the test fails."""
     value = int(os.environ.get("GPU_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
-    print(f"GPU_TEST_SEED={value}")
+    print(f"GPU_TEST_SEED={value}")  # noqa: T201 - shown with a failure
     torch.manual_seed(value)
-    yield value
+    return value
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from dsv4_tierd.kernels import topk as op
 from dsv4_tierd.kernels.ref import topk as ref
-from torch import Tensor
 
 Poison = Callable[[Tensor], Tensor]
 DEVICE = torch.device("cuda")
@@ -75,8 +76,8 @@ def _assert_same(
     expected = ref.topk(scores, visible, k)
     rows = (ids != expected).any(-1).nonzero().flatten().tolist()
     assert not rows, (
-        f"rows {rows[:4]} of {scores.shape}, k {k}, cluster {cluster}, visible {visible[rows[:4]].tolist()}:"
-        f" {ids[rows[0]].tolist()[:8]} ... is not {expected[rows[0]].tolist()[:8]} ..."
+        f"rows {rows[:4]} of {scores.shape}, k {k}, cluster {cluster},"
+        f" visible {visible[rows[:4]].tolist()}: {ids[rows[0]].tolist()[:8]} ... is not {expected[rows[0]].tolist()[:8]} ..."
     )
 
 
@@ -100,7 +101,7 @@ def test_every_cluster_size_gives_the_twins_positions(
     name: str, cluster: int, rng: torch.Generator, poison: Poison
 ) -> None:
     """Chunks of one tile and of many, through the candidates and through the radix path."""
-    for columns in (4 * 1001, 131072 + 4, 1 << 20):
+    for columns in (4004, 131072 + 4, 1 << 20):
         scores = DISTRIBUTIONS[name]((2, columns), rng)
         visible = torch.tensor([columns, columns - 3], dtype=torch.int32, device=DEVICE)
         _assert_same(scores, visible, 512, poison, cluster)
