@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dsv4_tierd.kernels.layout import FP8_AMAX_FLOOR, FP8_MAX, RowKind, Rows
 from dsv4_tierd.kernels.ref import index_scores as ref
+from dsv4_tierd.kernels.topk import topk
 from dsv4_tierd.kernels.triton_rows import row_arguments, runs_kernels, tl, triton
 
 _BLOCK_KEYS = 128
@@ -230,6 +231,40 @@ def index_scores_decode(
         num_stages=3,
     )
     return out
+
+
+def scores_topk(
+    q: Tensor | Queries,
+    g: Tensor | None,
+    keys: Rows,
+    page_ids: Tensor,
+    visible: Tensor,
+    k: int,
+    *,
+    tile_rows: int = 256,
+    scratch: Tensor | None = None,
+    ids: Tensor | None = None,
+) -> Tensor:
+    """topk(index_scores(...)) in tiles of ``tile_rows`` queries; see the twin in ref/.
+
+    Arguments as index_scores; ``scratch``: [tile_rows, P * rows_per_page] fp32, else allocated,
+    so the workspace does not grow with T; ``ids``: [T, k] int32, written and returned, else
+    allocated. Entry numbers ascending, -1 padded.
+    """
+    queries = _checked(q, g, keys)
+    tokens, columns = queries.codes.shape[0], page_ids.shape[0] * keys.rows_per_page
+    device = queries.codes.device
+    if ids is None:
+        ids = torch.empty(tokens, k, dtype=torch.int32, device=device)
+    if scratch is None:
+        scratch = torch.empty(min(tile_rows, tokens), columns, dtype=torch.float32, device=device)
+    for start in range(0, tokens, tile_rows):
+        tile = slice(start, min(tokens, start + tile_rows))
+        part = Queries(queries.codes[tile], queries.gates[tile])
+        scores = scratch[: part.codes.shape[0]]
+        index_scores(part, None, keys, page_ids, visible[tile], out=scores, fill=False)
+        topk(scores, visible[tile], k, ids[tile])
+    return ids
 
 
 def _processors(device: torch.device) -> int:
