@@ -1,0 +1,158 @@
+"""The daemon: lock the state, open the journal, start the engine, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from aiohttp import web
+
+from dsv4_tierd.daemon import verbs
+from dsv4_tierd.daemon.config import ServeConfig
+from dsv4_tierd.daemon.journal import Journal, StateLock
+from dsv4_tierd.daemon.metrics import ServiceCollector
+from dsv4_tierd.daemon.middleware import (
+    SERVICE,
+    authenticator,
+    errors,
+    idempotency,
+    limit_body,
+    read_keys,
+)
+from dsv4_tierd.daemon.routes import chat, completions, generate, operations, sessions
+from dsv4_tierd.daemon.service import Service
+from dsv4_tierd.daemon.tokenize import TextCodec, TextService, find_tokenizer
+from dsv4_tierd.daemon.worker import WORKER_COMMAND, Probing, Worker
+
+log = logging.getLogger("dsv4_tierd.daemon")
+
+OnListening = Callable[[Service, int], Awaitable[None]]
+
+
+def make_app(service: Service) -> web.Application:
+    """All routes on one service."""
+    app = web.Application(
+        client_max_size=service.config.body_bytes_max,
+        middlewares=[
+            errors,
+            authenticator(read_keys(service.config.api_key_file)),
+            limit_body,
+            idempotency(),
+        ],
+    )
+    app[SERVICE] = service
+    for routes in (operations, sessions, generate, chat, completions):
+        routes.add_routes(app)
+    return app
+
+
+def load_text(config: ServeConfig, vocab_size: int) -> TextCodec | None:
+    """The checkpoint's tokenizer, or DeepSeek's if its vocabulary is that. Blocking."""
+    text = find_tokenizer(Path(config.model), vocab_size)
+    return None if text is None else TextCodec(text, config.token_cache_budget)
+
+
+async def serve(
+    config: ServeConfig,
+    *,
+    command: Sequence[str] = WORKER_COMMAND,
+    on_listening: OnListening | None = None,
+    signals: bool = True,
+) -> None:
+    """Run until drained. Raises BadConfig, JournalDamaged, StateDirBusy, WorkerFailed, OSError.
+
+    ``on_listening`` is called with the service and the port once HTTP answers; the engine may
+    still be loading. Errors come inside an ExceptionGroup when they end a running daemon.
+    """
+    read_keys(config.api_key_file)
+    lock = StateLock(config.state_dir)
+    try:
+        journal = await asyncio.to_thread(Journal, config.state_dir)
+        try:
+            await _serve(config, command, journal, on_listening, signals)
+        finally:
+            journal.release()
+    finally:
+        lock.release()
+
+
+async def _serve(
+    config: ServeConfig,
+    command: Sequence[str],
+    journal: Journal,
+    on_listening: OnListening | None,
+    signals: bool,
+) -> None:
+    text = TextService(None)
+    worker = Worker(
+        config.engine(), command=command, probing=Probing(config.probe_s, config.stall_s)
+    )
+    try:
+        async with asyncio.TaskGroup() as group:
+            service = Service(config, worker, journal, text, group)
+            worker.on_ready = _OnReady(service)
+            service.metrics.registry.register(ServiceCollector(service))
+            writing = group.create_task(journal.run(), name="journal")
+            supervising = group.create_task(worker.run(), name="worker")
+            sweeping = group.create_task(verbs.sweep(service), name="sweep")
+            async with _listening(config, service) as port:
+                if signals:
+                    _stop_on_signals(service)
+                if on_listening is not None:
+                    group.create_task(on_listening(service, port), name="announce")
+                await service.stop_asked.wait()
+                log.info("draining deadline_s=%.1f", config.drain_s)
+                await verbs.drain(service, config.drain_s)
+            sweeping.cancel()
+            await worker.stop()
+            await supervising
+            while service.running:  # their ends are journalled before the journal closes
+                await asyncio.sleep(0.01)
+            journal.close()
+            await writing
+    finally:
+        text.close()
+
+
+class _OnReady:
+    """What a new worker incarnation needs before it is announced."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, bridge: verbs.Bridge) -> None:
+        service = self._service
+        if service.text.codec is None:
+            service.text.codec = await asyncio.to_thread(
+                load_text, service.config, service.model.vocab_size
+            )
+        await service.on_worker_ready(bridge)
+
+
+@contextlib.asynccontextmanager
+async def _listening(config: ServeConfig, service: Service):  # type: ignore[no-untyped-def]
+    runner = web.AppRunner(
+        make_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=2.0
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, config.host, config.port, reuse_address=True)
+        await site.start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+def _stop_on_signals(service: Service) -> None:
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        service.draining = True
+        service.stop_asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)

@@ -1,0 +1,338 @@
+"""Sessions on the engine: open them where they are not known, run requests, keep their words.
+
+A request that fails leaves its session as it was, so it can be sent again. One that is
+cancelled keeps what was appended and drawn. Nothing is answered as done before it is durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dsv4_tierd.daemon.bridge import NOBODY, Bridge
+from dsv4_tierd.daemon.config import ServeConfig
+from dsv4_tierd.daemon.journal import Journal
+from dsv4_tierd.daemon.ledger import AnyEvent, Moved, Turn
+from dsv4_tierd.daemon.metrics import Metrics
+from dsv4_tierd.daemon.operations import Operations
+from dsv4_tierd.daemon.run import NO_LIMIT, Run
+from dsv4_tierd.daemon.sessions import Registry, Session, SessionState
+from dsv4_tierd.daemon.tokenize import TextService
+from dsv4_tierd.daemon.transcript import ID_BYTES, Transcript, common_bytes
+from dsv4_tierd.daemon.worker import Worker
+from dsv4_tierd.engine.messages import (
+    Cancel,
+    CloseSession,
+    Done,
+    Failed,
+    ForkSession,
+    OpenSession,
+    PinSession,
+    Progress,
+    Ready,
+    RewindSession,
+    Sampling,
+    Submit,
+)
+from dsv4_tierd.tiering.errors import (
+    ContextLengthExceeded,
+    Draining,
+    InvalidRequest,
+    PreconditionFailed,
+    SessionNotFound,
+    StoreUnavailable,
+    TierError,
+)
+
+log = logging.getLogger("dsv4_tierd.daemon")
+
+# The worker does not know the session as the daemon does: tell it again, once.
+_REOPEN = frozenset({PreconditionFailed.code, SessionNotFound.code})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one request adds to a session and asks for. ``max_tokens`` 0: only compute."""
+
+    append_ids: bytes = b""
+    prompt_ids: bytes | None = None  # instead of append_ids: all the session's words
+    max_tokens: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
+    credit: int = NO_LIMIT
+    turn: Turn = Turn.NONE
+    close_after: bool = False  # an ephemeral session's last request
+
+
+class Service:
+    """Everything that routes need. One event loop; ``tasks`` owns what outlives a handler."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        worker: Worker,
+        journal: Journal,
+        text: TextService,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self.config = config
+        self.worker = worker
+        self.journal = journal
+        self.text = text
+        self.sessions = Registry(journal.ledger, config.sessions_max)
+        self.operations = Operations(tasks)
+        self.metrics = Metrics()
+        self.draining = False
+        self.stop_asked = asyncio.Event()
+        self.running: set[Run] = set()
+        self._tasks = tasks
+
+    # ------------------------------------------------------------ the engine
+    @property
+    def model(self) -> Ready:
+        """The model served. Raises EngineRestarting until it was loaded once."""
+        if self.worker.model is None:
+            self.worker.bridge()
+        assert self.worker.model is not None
+        return self.worker.model
+
+    def bridge(self) -> Bridge:
+        """The engine, for new work. Raises Draining, EngineRestarting."""
+        if self.draining:
+            raise Draining("the daemon is draining: it takes no new work", retry_after_s=5.0)
+        return self.worker.bridge()
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task of the daemon; its failure is logged, and is nobody else's."""
+        return self._tasks.create_task(_guarded(work, name), name=name)
+
+    async def ensure_open(self, bridge: Bridge, session: Session) -> None:
+        """Make this worker incarnation know the session, with its journalled words."""
+        if session.opened_in == bridge.incarnation:
+            return
+        session.opened_in = bridge.incarnation
+        if session.ephemeral:
+            await bridge.send(OpenSession(session_id=session.uid, salt=session.salt))
+            return
+        record = session.record
+        await bridge.send(
+            OpenSession(
+                session_id=session.uid,
+                salt=session.salt,
+                token_ids=record.transcript.read(),
+                tail_key=record.tail_key,
+            )
+        )
+        if record.pinned_tier is not None:
+            await bridge.tell(lambda op: PinSession(op_id=op, session_id=session.uid, pinned=True))
+
+    async def forget_in_worker(self, session: Session) -> None:
+        """The worker's idea of the session is doubtful: it is opened afresh before its next use."""
+        opened_in, session.opened_in = session.opened_in, 0
+        if self.worker.is_up and (bridge := self.worker.bridge()).incarnation == opened_in:
+            uid = session.uid
+            await bridge.tell(lambda op: CloseSession(op_id=op, session_id=uid))
+
+    async def on_worker_ready(self, bridge: Bridge) -> None:
+        """A new worker keeps old promises: pinned sessions are opened at once."""
+        for session in self.sessions:
+            if session.uid in self.journal.ledger.records and session.record.pinned_tier:
+                await self.ensure_open(bridge, session)
+
+    # ------------------------------------------------------------ requests
+    def check_room(self, session: Session, work: Work) -> None:
+        """Raises ContextLengthExceeded, InvalidRequest."""
+        context = self.model.context_length
+        prompt = session.length + len(work.append_ids) // ID_BYTES
+        if prompt == 0:
+            raise InvalidRequest("there is nothing to compute: the session and the input are empty")
+        if prompt + work.max_tokens > context:
+            raise ContextLengthExceeded(
+                f"{prompt} prompt tokens and {work.max_tokens} new ones are more than the "
+                f"context of {context}",
+                param="max_tokens",
+            )
+
+    def default_max_tokens(self, session: Session, append_ids: bytes) -> int:
+        """What max_tokens is when it is not said: the configured default, within the context."""
+        prompt = session.length + len(append_ids) // ID_BYTES
+        return max(1, min(self.config.max_tokens_default, self.model.context_length - prompt))
+
+    async def submit(self, session: Session, work: Work) -> Run:
+        """Start a request; the session is busy until it has ended and is journalled.
+
+        Raises SessionBusy, Draining, EngineRestarting, ContextLengthExceeded.
+        """
+        bridge = self.bridge()
+        session.enter(SessionState.ACTIVE)
+        try:
+            if work.prompt_ids is not None:
+                work = await self._as_append(session, work, work.prompt_ids)
+            self.check_room(session, work)
+            run = Run(f"r-{uuid.uuid4().hex}", bridge, work.credit)
+            session.run, session.pending_ids = run, work.append_ids
+            await self._send(bridge, session, work, run)
+        except BaseException:
+            session.leave()
+            raise
+        self.running.add(run)
+        self.spawn(self._finish(session, work, run), f"finish {run.request_id}")
+        return run
+
+    async def _as_append(self, session: Session, work: Work, prompt_ids: bytes) -> Work:
+        """Rewind to what the session and the prompt have in common; append the rest."""
+        if len(prompt_ids) // ID_BYTES + work.max_tokens > self.model.context_length:
+            raise ContextLengthExceeded("the prompt is longer than the context", param="messages")
+        common = common_bytes(session.transcript.read(), prompt_ids) // ID_BYTES
+        await self.rewind_taken(session, common)
+        return replace(work, append_ids=prompt_ids[common * ID_BYTES :], prompt_ids=None)
+
+    async def rewind_taken(self, session: Session, to: int) -> None:
+        """Forget tokens from ``to`` on, for a caller that holds the session."""
+        length = session.length
+        if not 0 <= to <= length:
+            raise InvalidRequest(f"to is 0 to {length}, the tokens of the session", param="to")
+        if to == length:
+            return
+        if self.worker.is_up and session.opened_in == self.worker.bridge().incarnation:
+            uid = session.uid
+            try:
+                await self.worker.bridge().ask(
+                    lambda op: RewindSession(op_id=op, session_id=uid, to=to)
+                )
+            except TierError as error:
+                log.info("session=%s is opened afresh: %s", session.id, error.message)
+                await self.forget_in_worker(session)
+        await self.keep_tokens(session, session.transcript.cut(to), b"", Turn.NONE)
+
+    async def _send(self, bridge: Bridge, session: Session, work: Work, run: Run) -> None:
+        await self.ensure_open(bridge, session)
+        bridge.listen(run.request_id, run)
+        await bridge.send(
+            Submit(
+                request_id=run.request_id,
+                session_id=session.uid,
+                append_ids=work.append_ids,
+                max_tokens=work.max_tokens,
+                sampling=work.sampling,
+                expected_tokens=session.length,
+                ephemeral=work.close_after,
+                credit=work.credit,
+            )
+        )
+
+    async def _finish(self, session: Session, work: Work, run: Run) -> None:
+        started_s = time.monotonic()
+        end: Done | Failed
+        try:
+            end = await self._end_of(session, work, run)
+            if isinstance(end, Done) and not session.ephemeral:
+                end = await self._keep(session, work, run, end)
+            if isinstance(end, Failed) and session.ephemeral:
+                await self.forget_in_worker(session)
+        except TierError as error:
+            end = _failed(run, error)
+        finally:
+            self.running.discard(run)
+            session.leave()
+        run.publish_end(end)
+        self.metrics.request_ended(end, time.monotonic() - started_s)
+        log.info(
+            "request id=%s session=%s end=%s drawn=%d seconds=%.3f",
+            run.request_id,
+            session.id,
+            end.finish_reason if isinstance(end, Done) else end.code,
+            len(run.generated),
+            time.monotonic() - started_s,
+        )
+
+    async def _end_of(self, session: Session, work: Work, run: Run) -> Done | Failed:
+        end = await asyncio.shield(run.ended)
+        if isinstance(end, Failed) and end.code in _REOPEN and not session.ephemeral:
+            log.warning("session=%s is told to the engine again: %s", session.id, end.message)
+            await self.forget_in_worker(session)
+            run.ended = asyncio.get_running_loop().create_future()
+            await self._send(self.bridge(), session, work, run)
+            end = await asyncio.shield(run.ended)
+        if isinstance(end, Failed) and run.generated:
+            await self.forget_in_worker(session)  # it may hold words that are not kept
+        if run.flooded:
+            await self.forget_in_worker(session)
+            return _failed(run, TierError("the engine sent more than it was allowed to"))
+        return end
+
+    async def _keep(self, session: Session, work: Work, run: Run, end: Done) -> Done | Failed:
+        try:
+            await self.keep_tokens(
+                session, session.transcript, work.append_ids + run.generated.tobytes(), work.turn
+            )
+        except StoreUnavailable as error:
+            await self.forget_in_worker(session)
+            return _failed(run, error)
+        return end
+
+    def fork_ephemeral(self, source: Session, at: int) -> Session:
+        """A nameless copy of a session that the engine knows; Submit may follow at once."""
+        bridge = self.bridge()
+        assert source.opened_in == bridge.incarnation
+        new = self.sessions.ephemeral(source.salt)
+        new.opened_in, new.ephemeral_tokens = bridge.incarnation, at
+        bridge.send_soon(ForkSession(op_id=NOBODY, source_id=source.uid, session_id=new.uid, at=at))
+        return new
+
+    async def keep_tokens(
+        self, session: Session, at: Transcript, ids: bytes, turn: Turn
+    ) -> Transcript:
+        """Journal the session's tokens as ``at`` and then ``ids``. Raises StoreUnavailable."""
+        events, transcript = self.journal.ledger.grow(at, ids)
+        head: int | None = None if transcript.run is None else transcript.run.run_id
+        moved: AnyEvent = Moved(
+            uid=session.uid,
+            run=head,
+            length=transcript.length,
+            used_s=time.time(),
+            turn=turn,
+        )
+        await self.journal.commit([*events, moved])
+        return transcript
+
+    async def finish_run(self, run: Run) -> Done:
+        """Wait for a request's end without reading its tokens. Cancels it if the waiter is gone."""
+        try:
+            while True:
+                event = await run.next()
+                if isinstance(event, Done):
+                    return event
+        except asyncio.CancelledError:
+            run.cancel()
+            raise
+
+    def follow(self, session: Session, event: Progress) -> None:
+        session.tell("progress", {"done": event.done, "total": event.total})
+
+    async def cancel_all(self) -> None:
+        for run in list(self.running):
+            bridge = self.worker.bridge()
+            await bridge.send(Cancel(request_id=run.request_id))
+
+
+def _failed(run: Run, error: TierError) -> Failed:
+    return Failed(
+        request_id=run.request_id,
+        code=error.code,
+        message=error.message,
+        retry_after_s=error.retry_after_s,
+    )
+
+
+async def _guarded(work: Coroutine[Any, Any, None], name: str) -> None:
+    try:
+        await work
+    except asyncio.CancelledError:
+        raise
+    except Exception:
+        log.exception("task failed: %s", name)
