@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
 from dsv4_tierd.daemon import verbs
+from dsv4_tierd.daemon.bridge import Bridge
 from dsv4_tierd.daemon.config import ServeConfig
 from dsv4_tierd.daemon.journal import Journal, StateLock
 from dsv4_tierd.daemon.metrics import ServiceCollector
@@ -30,7 +32,7 @@ from dsv4_tierd.daemon.worker import WORKER_COMMAND, Probing, Worker
 
 log = logging.getLogger("dsv4_tierd.daemon")
 
-OnListening = Callable[[Service, int], Awaitable[None]]
+OnListening = Callable[[Service, int], Coroutine[Any, Any, None]]
 
 
 def make_app(service: Service) -> web.Application:
@@ -124,7 +126,7 @@ class _OnReady:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def __call__(self, bridge: verbs.Bridge) -> None:
+    async def __call__(self, bridge: Bridge) -> None:
         service = self._service
         if service.text.codec is None:
             service.text.codec = await asyncio.to_thread(
@@ -134,7 +136,7 @@ class _OnReady:
 
 
 @contextlib.asynccontextmanager
-async def _listening(config: ServeConfig, service: Service):  # type: ignore[no-untyped-def]
+async def _listening(config: ServeConfig, service: Service) -> AsyncIterator[int]:
     runner = web.AppRunner(
         make_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=2.0
     )
@@ -142,7 +144,7 @@ async def _listening(config: ServeConfig, service: Service):  # type: ignore[no-
     try:
         site = web.TCPSite(runner, config.host, config.port, reuse_address=True)
         await site.start()
-        yield runner.addresses[0][1]
+        yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from dsv4_tierd.engine.config import EngineConfig
 from dsv4_tierd.tiering.errors import InvalidRequest

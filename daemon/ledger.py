@@ -30,7 +30,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base; ``uid`` names a session for ever, ids may be used again."""
 
 
-class Created(Event, tag="c"):
+class Created(Event, frozen=True, tag="c"):
     """A session, at ``length`` tokens of an existing run (a fork) or empty."""
 
     uid: str
@@ -46,7 +46,7 @@ class Created(Event, tag="c"):
     tail_key: bytes | None = None
 
 
-class Run(Event, tag="r"):
+class Run(Event, frozen=True, tag="r"):
     """New tokens after the first ``start`` ones of ``parent``."""
 
     run: int
@@ -55,7 +55,7 @@ class Run(Event, tag="r"):
     ids: bytes
 
 
-class Moved(Event, tag="m"):
+class Moved(Event, frozen=True, tag="m"):
     """The session's head is now here; a tail written earlier no longer fits."""
 
     uid: str
@@ -65,17 +65,17 @@ class Moved(Event, tag="m"):
     turn: str = Turn.NONE
 
 
-class Suspended(Event, tag="s"):
+class Suspended(Event, frozen=True, tag="s"):
     uid: str
     tier: str
     tail_key: bytes | None = None
 
 
-class Resumed(Event, tag="u"):
+class Resumed(Event, frozen=True, tag="u"):
     uid: str
 
 
-class Pinned(Event, tag="p"):
+class Pinned(Event, frozen=True, tag="p"):
     """``until_s`` None and ``tier`` None: unpinned."""
 
     uid: str
@@ -83,7 +83,7 @@ class Pinned(Event, tag="p"):
     until_s: float | None = None
 
 
-class Changed(Event, tag="x"):
+class Changed(Event, frozen=True, tag="x"):
     """New metadata and time to live, both whole."""
 
     uid: str
@@ -91,14 +91,14 @@ class Changed(Event, tag="x"):
     ttl_s: float | None
 
 
-class Deleted(Event, tag="d"):
+class Deleted(Event, frozen=True, tag="d"):
     """Gone; ``expired`` keeps the name, so that it is 410 and not 404."""
 
     uid: str
     expired: bool = False
 
 
-class Tombstone(Event, tag="t"):
+class Tombstone(Event, frozen=True, tag="t"):
     """An expired session's name (compacted form)."""
 
     id: str

@@ -37,7 +37,7 @@ class EventStream:
     async def open(self) -> None:
         transport = self._request.transport
         if transport is not None:
-            transport.set_write_buffer_limits(high=SEND_BUFFER_BYTES // 4)  # type: ignore[attr-defined]
+            transport.set_write_buffer_limits(high=SEND_BUFFER_BYTES // 4)
             sock = transport.get_extra_info("socket")
             if sock is not None:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

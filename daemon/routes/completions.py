@@ -104,15 +104,17 @@ async def _whole(
     runs: list[Run],
     usage: Usage | None,
 ) -> web.Response:
-    choices = [
+    choices: list[dict[str, Any]] = [
         {"index": i, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
         for i in range(len(runs))
     ]
     ends: list[Done] = []
     async for item in openai.merged(runs, service.config.keepalive_s):
-        if item is None or isinstance(item[1], Progress):
+        if item is None:
             continue
         index, event = item
+        if isinstance(event, Progress):
+            continue
         whole: dict[str, Any] = choices[index]
         part = _choice(service, index, event, len(whole["text"]))
         whole["text"] += part["text"]
@@ -145,12 +147,12 @@ async def _stream(
         item = await anext(events, None)  # an early refusal keeps its status
         await stream.open()
         while True:
-            if item is None:
+            index, event = item or (0, None)
+            if event is None:
                 await stream.comment("keep-alive")
-            elif isinstance(item[1], Progress):
-                await stream.comment(f"progress {item[1].done}/{item[1].total}")
+            elif isinstance(event, Progress):
+                await stream.comment(f"progress {event.done}/{event.total}")
             else:
-                index, event = item
                 choice = _choice(service, index, event, offsets[index])
                 offsets[index] += len(event.text)
                 await stream.event({**head, "choices": [choice]})

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from dsv4_tierd.daemon import verbs, wire
@@ -212,7 +213,7 @@ async def _start_choices(service: Service, session: Session, work: Work, ask: As
 
 
 def replace_seed(sampling: Sampling, index: int) -> Sampling:
-    return wire.msgspec.structs.replace(sampling, seed=(sampling.seed + index) % (1 << 63))
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + index) % (1 << 63))
 
 
 async def _place(service: Service, ask: Ask) -> Session:
@@ -276,7 +277,7 @@ def total_usage(prompt: Usage | None, ends: Sequence[Done]) -> dict[str, Any]:
     """One request's usage: the prompt counted once, all choices' tokens."""
     first = prompt or ends[0].usage
     drawn = sum(end.usage.completion_tokens for end in ends)
-    return wire.usage_json(wire.msgspec.structs.replace(first, completion_tokens=drawn))
+    return wire.usage_json(msgspec.structs.replace(first, completion_tokens=drawn))
 
 
 def finish_reason(done: Done) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from aiohttp import web
+from msgspec import UnsetType
 
 from dsv4_tierd.daemon import verbs, wire
 from dsv4_tierd.daemon.ledger import Changed, Turn
@@ -154,10 +155,8 @@ async def patch_one(request: web.Request) -> web.Response:
     session = session_of(request)
     body = wire.decode(await request.read(), wire.PatchSession)
     record = session.record
-    ttl_s = record.ttl_s if isinstance(body.ttl, wire.msgspec.UnsetType) else body.ttl
-    metadata = body.metadata
-    if isinstance(metadata, wire.msgspec.UnsetType):
-        metadata = record.metadata
+    ttl_s = record.ttl_s if isinstance(body.ttl, UnsetType) else body.ttl
+    metadata = record.metadata if isinstance(body.metadata, UnsetType) else body.metadata
     changed = Changed(
         uid=session.uid, metadata=wire.check_metadata(metadata), ttl_s=wire.check_ttl(ttl_s)
     )
