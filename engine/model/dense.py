@@ -61,9 +61,7 @@ class DenseAttend:
         q = to_key_basis(p.index_q, self.key)
         return scores_topk(q, p.index_g, keys, pages, visible, config.index_topk)
 
-    def _compress(
-        self, kv: Tensor, gate: Tensor, params: CompressParams, fmt: RowFormat
-    ) -> Rows:
+    def _compress(self, kv: Tensor, gate: Tensor, params: CompressParams, fmt: RowFormat) -> Rows:
         ring = kv.new_zeros(params.ring_len, params.ring_dim)
         entries = to_key_basis(compress_prefill(kv, gate, 0, ring, params, ring), fmt.kind)
         rows = self._pool(fmt, max(1, entries.shape[0]))

@@ -63,4 +63,4 @@ def _write(cache: Path, remembered: dict[str, str]) -> None:
     handle, temporary = tempfile.mkstemp(dir=cache.parent, prefix=CACHE_FILE)
     with os.fdopen(handle, "w") as file:
         json.dump(remembered, file)
-    os.replace(temporary, cache)
+    Path(temporary).replace(cache)

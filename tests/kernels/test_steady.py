@@ -21,8 +21,13 @@ def test_bits_do_not_depend_on_the_other_rows(rng: torch.Generator) -> None:
     """A row gives the same bits alone, in any place, and among any number of rows."""
     x = torch.randn(37, 80, generator=rng) * 3
     weight = torch.randn(80, generator=rng)
-    for f in (steady.exp, lambda r: steady.cos_sin(r)[0], lambda r: steady.cos_sin(r)[1],
-              lambda r: steady.rms_norm(r, weight, 1e-6), lambda r: steady.fold_sum(r, -1)):
+    for f in (
+        steady.exp,
+        lambda r: steady.cos_sin(r)[0],
+        lambda r: steady.cos_sin(r)[1],
+        lambda r: steady.rms_norm(r, weight, 1e-6),
+        lambda r: steady.fold_sum(r, -1),
+    ):
         whole = f(x)
         for row in (0, 1, 17, 36):
             assert torch.equal(f(x[row : row + 1])[0], whole[row])

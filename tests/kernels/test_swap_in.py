@@ -66,7 +66,7 @@ def test_no_slot_of_this_step_is_a_victim() -> None:
     plan_swap_in(torch.tensor([[10, 11]]), residency, owner, stamp, 6)
 
 
-def test_an_evicted_row_comes_back_with_new_content(rng: torch.Generator) -> None:
+def test_an_evicted_row_comes_back_with_new_content() -> None:
     """After evict_rows a mirror row is copied again, so its new bytes are the ones read."""
     fmt = RowFormat(RowKind.FP32, 8, 4)
     mirror, hot = naive_ops.nan_pool(fmt, 8, 8), naive_ops.nan_pool(fmt, 4, 4)

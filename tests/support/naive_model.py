@@ -52,7 +52,7 @@ def fp8_row(rope_dim: int) -> Quantise:
 def fp8_key(x: Array) -> Array:
     """Index keys: Hadamard, then e4m3 with one fp32 scale a key. Returned in that basis."""
     n = x.shape[-1]
-    signs = np.array([[(-1.0) ** bin(i & j).count("1") for j in range(n)] for i in range(n)])
+    signs = np.array([[(-1.0) ** (i & j).bit_count() for j in range(n)] for i in range(n)])
     turned = x @ signs / math.sqrt(n)
     scale = np.maximum(np.abs(turned).max(-1, keepdims=True), 1e-4) / 448
     return round_e4m3(turned / scale) * scale @ signs / math.sqrt(n)  # back: queries stay exact
@@ -169,7 +169,9 @@ class NaiveModel:
         entries = self._rms(entries, p + "norm.weight")
         return self._turn(entries, np.arange(count) * ratio, ratio)
 
-    def _chosen(self, h: Array, low: Array, p: str, visible: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def _chosen(
+        self, h: Array, low: Array, p: str, visible: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
         c, w, tokens, k = self.c, self.w, len(h), self.c["index_topk"]
         q = (low @ w[p + "wq_b.weight"].T).reshape(tokens, c["index_n_heads"], -1)
         q = self._turn(q, np.arange(tokens), 4)

@@ -91,7 +91,7 @@ def attend(q: Array, keys: list[Array], sink: float, scale: float) -> Array:
 def hadamard(x: Array) -> Array:
     """By its matrix: entry (i, j) is (-1) ** (number of common bits)."""
     n = x.shape[-1]
-    signs = [[(-1.0) ** bin(i & j).count("1") for j in range(n)] for i in range(n)]
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(n)] for i in range(n)]
     return x @ np.array(signs) / math.sqrt(n)
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from naive_model import NaiveModel, fp8_key, fp8_row
 
 from dsv4_tierd.engine.model.checkpoint import Preset
 from dsv4_tierd.engine.model.dense import forward_dense, mtp_dense
 from dsv4_tierd.engine.model.transformer import Transformer
 from dsv4_tierd.kernels.layout import RowKind
+from naive_model import NaiveModel, fp8_key, fp8_row
 
 Make = Callable[..., Path]
 TOLERANCE = 1e-4  # fp32 against fp64, logits of deviation 1.5

@@ -10,12 +10,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import hf_reference
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import hf_reference
 from dsv4_tierd.engine.model.checkpoint import Preset, Storage
 from dsv4_tierd.engine.model.dense import forward_dense
 from dsv4_tierd.engine.model.transformer import Transformer
@@ -90,7 +90,8 @@ def plain(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def from_e4m3(data: np.ndarray) -> np.ndarray:
     exponent, mantissa = (data >> 3) & 15, data & 7
-    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    normal = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, normal)
     return np.where(data >> 7 == 1, -size, size)
 
 
