@@ -16,7 +16,7 @@ from dsv4_tierd.kernels.ref import topk as ref
 
 K_MAX = 2048
 COLUMNS_MAX = 1 << 20
-_THREADS = 1024
+_THREADS = 512
 _CTA_SCORES = 16384  # what one CTA holds in registers
 # sizeof(Shared) in topk.cu, rounded up; the candidates follow it.
 _SHARED_BYTES = (3 * 4096 + 256) * 4

@@ -3,22 +3,26 @@
 // One cluster of C CTAs a row, each a contiguous chunk. The idea: the k-th largest *group maximum*
 // of any sample is a lower bound T of the k-th largest score, and only scores >= T can be chosen.
 //
-//   1  load tile 0 (16 scores a thread, spread over the chunk); histogram the maxima of groups;
+//   1  load tile 0 (32 scores a thread, spread over the chunk); histogram the maxima of groups;
 //      merge the histograms over the cluster; find T, by 12 + 10 + 10 bits, as far as it pays
 //   2  stream the other tiles; append scores >= T to the CTA's candidates, tightening T when full
 //   3  push the candidates' keys to every CTA; each finds the same k-th key, and how many chosen
 //      scores stand in the chunks before its own
-//   4  each CTA writes its own chosen positions in order, by buckets of positions
+//   4  each CTA writes its own chosen positions in order, through a bitmap of positions
 //
-// When candidates overflow (heavy ties), all CTAs agree to select by radix over all scores.
+// When candidates overflow (heavy ties) or are too few (NaN), all CTAs agree to select by radix
+// over all scores. The time is instruction issue, not bytes, up to 256K scores: hence 16 warps,
+// few instructions a score, and no unrolling where little is done.
 // Keys order like scores: -0 as +0, NaN below -inf. Source: T from group maxima is this project's;
 // radix selection with histograms over distributed shared memory as in SGLang's top-k (idea).
 #include "common.cuh"
 
-constexpr u32 THREADS = 1024;
+constexpr u32 THREADS = 512;
+constexpr u32 WARPS = THREADS / 32;
 constexpr u32 BLOCK = THREADS * 4;  // scores a block: one 16-byte load a thread
-constexpr u32 TILE = 4;             // blocks a tile
+constexpr u32 TILE = 8;             // blocks a tile
 constexpr u32 BINS = 4096;
+constexpr u32 THREAD_BINS = BINS / THREADS;
 constexpr u32 CLUSTER_MAX = 16;
 constexpr u32 KEY_NEGATIVE_INFINITY = 0x007fffffu;
 
@@ -28,20 +32,22 @@ struct Found {
 
 struct Shared {
     u32 hist[BINS];       // this CTA's counts
-    u32 merged[2][BINS];  // the cluster's counts, by parity of the round; at the end the ordered list
+    u32 merged[2][BINS];  // the cluster's counts, by parity of the round
     u32 warp_totals[2][32];
     Found found;
-    u32 count, top;  // candidates of this CTA, the largest key among them
+    u32 count, settled, top;  // candidates of this CTA, those that are keys already, the largest key
     u32 counts[CLUSTER_MAX], tops[CLUSTER_MAX];
-    u32 greater[CLUSTER_MAX], equal[CLUSTER_MAX];
-    u32 sums[2];
+    u32 sums[2];  // chosen for sure, and tied, in the chunks before
 };
 
 struct Row {
     const float* scores;
     u32 begin, end, tiles;  // this CTA's chunk
-    u32 rank, ctas, k, cap;
+    u32 rank, ctas, shift;  // ctas = 1 << shift
+    u32 k, cap;
 };
+
+#define NOTHING __uint_as_float(0x7fffffffu)  // NaN: never the largest, never reaches a bound
 
 __device__ __forceinline__ u32 key_of(float x) {
     if (x != x) return 0;
@@ -53,11 +59,9 @@ __device__ __forceinline__ float score_of(u32 key) {
     return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
-// Four scores at `at`, a multiple of 4. The last load may pass the chunk's end (never the row's):
-// who uses it masks those.
+// Four scores at `at`, a multiple of 4. The last load may pass the chunk's end, never the row's.
 __device__ __forceinline__ float4 load4(const Row& row, u32 at) {
-    const float nan = __uint_as_float(0x7fffffffu);
-    float4 v = make_float4(nan, nan, nan, nan);
+    float4 v = make_float4(NOTHING, NOTHING, NOTHING, NOTHING);
     if (at < row.end)
         asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
@@ -75,11 +79,16 @@ __device__ __forceinline__ void load_tile(const Row& row, u32 tile, float4 (&v)[
     for (u32 i = 0; i < TILE; ++i) v[i] = load4(row, offset_of(row, tile, i));
 }
 
-// The largest of the scores at `at` that are in the chunk; NaN when there is none.
-__device__ __forceinline__ float max4(const Row& row, const float4& v, u32 at) {
-    const float nan = __uint_as_float(0x7fffffffu);
-    const float first = fmaxf(at < row.end ? v.x : nan, at + 1 < row.end ? v.y : nan);
-    return fmaxf(first, fmaxf(at + 2 < row.end ? v.z : nan, at + 3 < row.end ? v.w : nan));
+// Scores past the chunk's end become NaN.
+__device__ __forceinline__ void mask_tile(const Row& row, u32 tile, float4 (&v)[TILE]) {
+    if (row.begin + ((TILE - 1) * row.tiles + tile + 1) * BLOCK <= row.end) return;
+#pragma unroll
+    for (u32 i = 0; i < TILE; ++i) {
+        const u32 at = offset_of(row, tile, i);
+        if (at + 1 >= row.end) v[i].y = NOTHING;
+        if (at + 2 >= row.end) v[i].z = NOTHING;
+        if (at + 3 >= row.end) v[i].w = NOTHING;
+    }
 }
 
 // Sum of `v` over lower threads, and over all. Between two calls of the same `slot` the caller
@@ -89,7 +98,7 @@ __device__ __forceinline__ u32 block_exclusive(Shared& s, u32 v, u32 slot, u32& 
     const u32 inclusive = warp_inclusive_scan(v, lane);
     if (lane == 31) s.warp_totals[slot][warp] = inclusive;
     __syncthreads();
-    const u32 of_warp = s.warp_totals[slot][lane];
+    const u32 of_warp = lane < WARPS ? s.warp_totals[slot][lane] : 0;
     total = warp_sum(of_warp);
     return warp_sum(lane < warp ? of_warp : 0) + inclusive - v;
 }
@@ -97,19 +106,21 @@ __device__ __forceinline__ u32 block_exclusive(Shared& s, u32 v, u32 slot, u32& 
 // The bin, from the top, that holds the `need`-th entry; zeroes the bins. False when there are
 // fewer than `need`. Every thread gets the same answer. Ends in step.
 __device__ __forceinline__ bool find_from_top(Shared& s, u32* bins, u32 need, Found& found) {
-    const u32 first = BINS - 4 - threadIdx.x * 4;
+    const u32 first = BINS - THREAD_BINS - threadIdx.x * THREAD_BINS;
     uint4* place = reinterpret_cast<uint4*>(bins + first);
-    const uint4 c = *place;
-    *place = make_uint4(0, 0, 0, 0);
-    const u32 sum = c.x + c.y + c.z + c.w;
+    const uint4 low = place[0], high = place[1];
+    place[0] = place[1] = make_uint4(0, 0, 0, 0);
+    const u32 counts[THREAD_BINS] = {high.w, high.z, high.y, high.x, low.w, low.z, low.y, low.x};
+    u32 sum = 0;
+#pragma unroll
+    for (u32 i = 0; i < THREAD_BINS; ++i) sum += counts[i];
     u32 total, above = block_exclusive(s, sum, 0, total);
     if (above < need && need <= above + sum) {
-        const u32 counts[4] = {c.w, c.z, c.y, c.x};
         bool open = true;
 #pragma unroll
-        for (u32 i = 0; i < 4; ++i) {
+        for (u32 i = 0; i < THREAD_BINS; ++i) {
             if (open && need <= above + counts[i]) {
-                s.found = Found{first + 3 - i, above, counts[i]};
+                s.found = Found{first + THREAD_BINS - 1 - i, above, counts[i]};
                 open = false;
             }
             if (open) above += counts[i];
@@ -140,79 +151,102 @@ __device__ __forceinline__ u32* merge(Shared& s, const Row& row, u32 round) {
 }
 
 struct Candidates {
-    u32* keys;       // [ctas][cap], own list at rank
+    u32* keys;       // [ctas][cap], own list at rank; of the own list, scores until settled
     u32* positions;  // [cap], of the own list
 };
 
-__device__ __forceinline__ void append(Shared& s, const Row& row, const Candidates& c, float x, u32 at) {
-    const u32 slot = atomicAdd(&s.count, 1);
-    if (slot >= row.cap) return;
-    const u32 key = key_of(x);
-    atomicMax(&s.top, key);
-    c.keys[row.rank * row.cap + slot] = key;
-    c.positions[slot] = at;
+// Two instructions a score, where the compiler would keep 32 predicates.
+__device__ __forceinline__ void count_reaching(u32& count, float x, float bound) {
+    asm volatile("{.reg .pred p; setp.ge.f32 p, %1, %2; @p add.u32 %0, %0, 1;}" : "+r"(count) : "f"(x), "f"(bound));
 }
 
-// Appends the tile's scores that reach the bound. Few do, so the code is kept small, not wide.
+__device__ __forceinline__ void store_reaching(u32& key, u32& position, float x, float bound, u32 at) {
+    asm volatile(
+        "{.reg .pred p; setp.ge.f32 p, %2, %3; @p st.shared.f32 [%0], %2; @p st.shared.u32 [%1], %4;\n"
+        "@p add.u32 %0, %0, 4; @p add.u32 %1, %1, 4;}"
+        : "+r"(key), "+r"(position)
+        : "f"(x), "f"(bound), "r"(at)
+        : "memory");
+}
+
+// Appends the tile's scores that reach the bound: counted first, so that a warp takes its place
+// with one atomic; then stored, predicated, without a branch a score.
 __device__ __forceinline__ void filter(Shared& s, const Row& row, const Candidates& c, const float4 (&v)[TILE],
-                                       u32 tile, float bound, bool all) {
-    float x[TILE * 4];
-    u32 passing = 0;
+                                       u32 tile, float bound) {
+    const u32 lane = threadIdx.x % 32;
+    u32 count = 0;
 #pragma unroll
     for (u32 i = 0; i < TILE; ++i) {
-        const float of[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-#pragma unroll
-        for (u32 e = 0; e < 4; ++e) {
-            x[i * 4 + e] = of[e];
-            passing |= (of[e] >= bound || all ? 1u : 0u) << (i * 4 + e);
-        }
+        count_reaching(count, v[i].x, bound);
+        count_reaching(count, v[i].y, bound);
+        count_reaching(count, v[i].z, bound);
+        count_reaching(count, v[i].w, bound);
     }
-#pragma unroll 1
-    while (passing) {
-        const u32 which = __ffs(passing) - 1;
-        passing &= passing - 1;
-        float score = x[0];
+    if (!__any_sync(FULL_WARP, count)) return;
+    const u32 through = warp_inclusive_scan(count, lane);
+    u32 base = 0;
+    if (lane == 31) base = atomicAdd(&s.count, through);
+    base = __shfl_sync(FULL_WARP, base, 31);
+    if (base + __shfl_sync(FULL_WARP, through, 31) > row.cap) return;  // overflow: seen in s.count
+    const u32 slot = base + through - count;
+    u32 key = shared_address(c.keys + row.rank * row.cap + slot), position = shared_address(c.positions + slot);
 #pragma unroll
-        for (u32 i = 1; i < TILE * 4; ++i) score = which == i ? x[i] : score;
-        const u32 at = offset_of(row, tile, which / 4) + which % 4;
-        if (at < row.end) append(s, row, c, score, at);
+    for (u32 i = 0; i < TILE; ++i) {
+        const u32 at = offset_of(row, tile, i);
+        store_reaching(key, position, v[i].x, bound, at);
+        store_reaching(key, position, v[i].y, bound, at + 1);
+        store_reaching(key, position, v[i].z, bound, at + 2);
+        store_reaching(key, position, v[i].w, bound, at + 3);
     }
 }
 
-// Step 1: a key that at least k scores of the row reach. 0 when the sample has too few groups.
-__device__ __forceinline__ u32 lower_bound(Shared& s, const Row& row, const float4 (&v)[TILE], u32 length, u32& round) {
-    // One group a thread suffices when there are several times k of them.
-    const bool whole = length >= 64 * row.k && row.ctas * THREADS >= 2 * row.k;
-    u32 keys[TILE];
-    bool valid[TILE];
-#pragma unroll
-    for (u32 i = 0; i < TILE; ++i) {
-        const u32 at = offset_of(row, 0, i);
-        keys[i] = key_of(max4(row, v[i], at));
-        valid[i] = at < row.end;
+// Turns the scores of the own list that are new into keys. Call in step, after a __syncthreads.
+__device__ __forceinline__ void settle(Shared& s, const Row& row, const Candidates& c) {
+    const u32 count = min(s.count, row.cap);
+    u32* keys = c.keys + row.rank * row.cap;
+    u32 top = 0;
+#pragma unroll 1
+    for (u32 i = s.settled + threadIdx.x; i < count; i += THREADS) {
+        const u32 key = key_of(__uint_as_float(keys[i]));
+        keys[i] = key;
+        top = max(top, key);
     }
-    if (whole) {
+    top = __reduce_max_sync(FULL_WARP, top);
+    if (threadIdx.x % 32 == 0 && top) atomicMax(&s.top, top);
+}
+
+// Step 1: a key that at least k scores of the row reach; 0 when the sample has too few groups.
+__device__ __forceinline__ u32 lower_bound(Shared& s, const Row& row, const float4 (&v)[TILE], u32 length, u32& round) {
+    float maxima[TILE];
 #pragma unroll
-        for (u32 i = 1; i < TILE; ++i) {
-            if (valid[i]) keys[0] = max(keys[0], keys[i]);
-            valid[i] = false;
+    for (u32 i = 0; i < TILE; ++i) maxima[i] = fmaxf(fmaxf(v[i].x, v[i].y), fmaxf(v[i].z, v[i].w));
+    // Larger groups, fewer of them, as long as there are several times k.
+    u32 groups = TILE;
+    if (length >= 32 * row.k) {
+        groups = TILE / 2;
+#pragma unroll
+        for (u32 i = 0; i < TILE / 2; ++i) maxima[i] = fmaxf(maxima[i], maxima[i + TILE / 2]);
+        if (length >= 128 * row.k && row.ctas * THREADS >= 4 * row.k) {
+            groups = 1;
+            maxima[0] = fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
         }
     }
-    const u32 enough = max(row.ctas * row.cap / 3 / row.tiles, 1u);
     u32 bound = 0, need = row.k, shift = 20, above_shift = 31;
 #pragma unroll 1
     while (true) {
         const u32 mask = shift == 20 ? BINS - 1 : 1023;
 #pragma unroll
-        for (u32 i = 0; i < TILE; ++i)
-            if (valid[i] && (shift == 20 || (keys[i] ^ bound) >> above_shift == 0))
-                atomicAdd(&s.hist[keys[i] >> shift & mask], 1);
+        for (u32 i = 0; i < TILE; ++i) {
+            if (i >= groups) break;
+            const u32 key = key_of(maxima[i]);  // 0: no score, or only NaN
+            if (key && (shift == 20 || (key ^ bound) >> above_shift == 0)) atomicAdd(&s.hist[key >> shift & mask], 1);
+        }
         Found found;
         const bool reached = find_from_top(s, merge(s, row, round), need, found);
         ++round;
         if (!reached) return 0;
         bound |= found.bin << shift;
-        if (shift == 0 || row.k - need + found.above + found.count <= enough) return bound;
+        if (shift == 0 || (row.k - need + found.above + found.count) * row.tiles * 3 <= row.ctas * row.cap) return bound;
         need -= found.above;
         above_shift = shift;
         shift -= 10;
@@ -223,12 +257,13 @@ struct Threshold {
     u32 key, take, tied;  // chosen: keys > key, and `take` of the `tied` equal ones, lowest positions first
 };
 
-// The need-th largest key of `lists` lists, all within [low, high]. Every thread gets the answer.
-__device__ __noinline__ Threshold select(Shared& s, const u32* keys, const u32* counts, u32 lists, u32 cap, u32 low,
+// The need-th largest key of 1 << list_shift lists, all within [low, high]. Every thread gets the answer.
+__device__ __noinline__ Threshold select(Shared& s, const u32* keys, const u32* counts, u32 list_shift, u32 cap, u32 low,
                                             u32 high, u32 need) {
-    const u32 warp = threadIdx.x / 32, list = warp % lists;
+    const u32 warp = threadIdx.x / 32, list = warp & ((1 << list_shift) - 1);
     const u32* mine = keys + list * cap;
-    const u32 count = counts[list], begin = warp / lists * 32 + threadIdx.x % 32, step = 32 / lists * 32;
+    const u32 count = counts[list], begin = (warp >> list_shift) * 32 + threadIdx.x % 32;
+    const u32 step = (WARPS >> list_shift) * 32;
 #pragma unroll 1
     while (true) {
         const u32 bits = 32 - __clz(high - low);
@@ -252,14 +287,16 @@ __device__ __noinline__ Threshold select(Shared& s, const u32* keys, const u32* 
 
 // Step 2's relief: keep only the CTA's own k best (and ties) when candidates pile up.
 __device__ __noinline__ u32 tighten(Shared& s, const Row& row, const Candidates& c, u32 bound) {
-    const u32 count = s.count, top = s.top;
+    constexpr u32 EACH = 8192 / THREADS;  // the largest cap
+    settle(s, row, c);
+    __syncthreads();
+    const u32 count = s.count;
     u32* own = c.keys + row.rank * row.cap;
-    const u32 low = bound <= KEY_NEGATIVE_INFINITY ? 0 : bound;
-    const Threshold t = select(s, own, &s.count, 1, row.cap, low, top, row.k);
+    const Threshold t = select(s, own, &s.count, 0, row.cap, bound, s.top, row.k);
     const u32 keep = t.tied ? t.key : t.key + 1;
-    u32 keys[8], positions[8];
+    u32 keys[EACH], positions[EACH];
 #pragma unroll
-    for (u32 i = 0; i < 8; ++i) {
+    for (u32 i = 0; i < EACH; ++i) {
         const u32 at = threadIdx.x + i * THREADS;
         keys[i] = at < count ? own[at] : 0;
         positions[i] = at < count ? c.positions[at] : 0;
@@ -268,12 +305,14 @@ __device__ __noinline__ u32 tighten(Shared& s, const Row& row, const Candidates&
     if (threadIdx.x == 0) s.count = 0;
     __syncthreads();
 #pragma unroll
-    for (u32 i = 0; i < 8; ++i) {
+    for (u32 i = 0; i < EACH; ++i) {
         if (threadIdx.x + i * THREADS >= count || keys[i] < keep) continue;
         const u32 slot = atomicAdd(&s.count, 1);
         own[slot] = keys[i];
         c.positions[slot] = positions[i];
     }
+    __syncthreads();
+    if (threadIdx.x == 0) s.settled = s.count;
     __syncthreads();
     return keep;
 }
@@ -289,76 +328,63 @@ __device__ __forceinline__ void emit(const Out& out, u32 at, u32 position) {
     if (out.rows) out.rows[at] = out.pages[position / ROWS_PER_PAGE] * ROWS_PER_PAGE + position % ROWS_PER_PAGE;
 }
 
-// Orders own candidates with key in [low, high] by position, by bins of positions and a count
-// within the bin, which holds at most (chunk / BINS) positions. Writes them from `base` on; or,
-// when `raise` is not 0, only raises the key of the first `raise` of them above `high`.
-__device__ __noinline__ void in_order(Shared& s, const Row& row, const Candidates& c, u32 low, u32 high, u32 base,
-                                      u32 raise, const Out& out) {
-    const u32 n = s.counts[row.rank];
-    u32* own = c.keys + row.rank * row.cap;
-    u32* ordered = s.merged[0];  // 2 * BINS = the largest cap
-    const u32 bits = 32 - __clz(row.end - row.begin);
-    const u32 shift = bits > 12 ? bits - 12 : 0;
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < n; i += THREADS)
-        if (own[i] >= low && own[i] <= high) atomicAdd(&s.hist[(c.positions[i] - row.begin) >> shift], 1);
-    __syncthreads();
-    uint4* place = reinterpret_cast<uint4*>(s.hist) + threadIdx.x;
-    const uint4 v = *place;
-    u32 total;
-    const u32 first = block_exclusive(s, v.x + v.y + v.z + v.w, 1, total);
-    *place = make_uint4(first, first + v.x, first + v.x + v.y, first + v.x + v.y + v.z);
-    __syncthreads();
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < n; i += THREADS)
-        if (own[i] >= low && own[i] <= high)
-            ordered[atomicAdd(&s.hist[(c.positions[i] - row.begin) >> shift], 1)] = i;
-    __syncthreads();
-#pragma unroll 1
-    for (u32 j = threadIdx.x; j < total; j += THREADS) {
-        const u32 slot = ordered[j], position = c.positions[slot], bin = (position - row.begin) >> shift;
-        const u32 start = bin ? s.hist[bin - 1] : 0, stop = s.hist[bin];
-        u32 rank = start;
-        if (stop - start > 1)
-#pragma unroll 1
-            for (u32 q = start; q < stop; ++q) rank += c.positions[ordered[q]] < position;
-        if (!raise) emit(out, base + rank, position);
-        else if (rank < raise) own[slot] = high + 1;
-    }
-    if (!raise) return;  // the last use of the histogram
-    __syncthreads();
-    *place = make_uint4(0, 0, 0, 0);
-    __syncthreads();
-}
-
-// Steps 3's second half and 4: what stands before this chunk, then this chunk's part in order.
+// Steps 3's second half and 4: what stands before this chunk, then this chunk's part in order,
+// through two bitmaps of positions, one window of the chunk at a time.
 __device__ __forceinline__ void emit_candidates(Shared& s, const Row& row, const Candidates& c, const Threshold& t,
                                                 const Out& out) {
-    const u32 warp = threadIdx.x / 32, list = warp % row.ctas;
-    const u32 count = s.counts[list], begin = warp / row.ctas * 32 + threadIdx.x % 32, step = 32 / row.ctas * 32;
-    if (list < row.rank || (list == row.rank && t.tied)) {
-        u32 greater = 0, equal = 0;
+    constexpr u32 WINDOW = BINS * 32;
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, list = warp & (row.ctas - 1);
+    if (list < row.rank) {
+        const u32 listed = s.counts[list], step = (WARPS >> row.shift) * 32;
+        u32 greater = 0, tied = 0;
 #pragma unroll 1
-        for (u32 i = begin; i < count; i += step) {
+        for (u32 i = (warp >> row.shift) * 32 + lane; i < listed; i += step) {
             const u32 key = c.keys[list * row.cap + i];
             greater += key > t.key;
-            equal += t.tied && key == t.key;
+            tied += key == t.key;
         }
         greater = warp_sum(greater);
-        equal = warp_sum(equal);
-        if (threadIdx.x % 32 == 0) {
-            if (list < row.rank && greater) atomicAdd(&s.sums[0], greater);
-            if (equal) atomicAdd(list < row.rank ? &s.sums[1] : &s.equal[row.rank], equal);
-        }
+        if (t.tied) tied = warp_sum(tied);
+        if (lane == 0 && greater) atomicAdd(&s.sums[0], greater);
+        if (lane == 0 && t.tied && tied) atomicAdd(&s.sums[1], tied);
     }
-    __syncthreads();
-    const u32 tied_before = s.sums[1], tied_here = s.equal[row.rank];
-    const u32 base = s.sums[0] + min(tied_before, t.take);
-    const u32 quota = min(t.take - min(tied_before, t.take), tied_here);
-    u32 low = t.key + 1;
-    if (t.tied && quota == tied_here) low = t.key;
-    else if (quota) in_order(s, row, c, t.key, t.key, 0, quota, out);  // only some of the tied ones
-    in_order(s, row, c, low, 0xffffffffu, base, 0, out);
+    const u32 count = s.counts[row.rank];
+    const u32* own = c.keys + row.rank * row.cap;
+    u32 *sure = s.hist, *maybe = s.merged[0];
+    u32 greater_before = 0, tied_before = 0;
+#pragma unroll 1
+    for (u32 begin = row.begin; begin < row.end; begin += WINDOW) {
+        const u32 words = (min(row.end - begin, WINDOW) + 31) / 32;
+#pragma unroll 1
+        for (u32 i = threadIdx.x; i < count; i += THREADS) {
+            const u32 key = own[i], place = c.positions[i] - begin;
+            const bool ties = t.tied && key == t.key;
+            if (place < WINDOW && (key > t.key || ties))
+                atomicOr((ties ? maybe : sure) + place / 32, 1u << place % 32);
+        }
+        __syncthreads();
+        const u32 each = (words + THREADS - 1) / THREADS, first = threadIdx.x * each;
+        u32 bits = 0;  // tied ones in the high half
+#pragma unroll 1
+        for (u32 w = first; w < min(first + each, words); ++w) bits += __popc(sure[w]) + (__popc(maybe[w]) << 16);
+        u32 total;
+        bits = block_exclusive(s, bits, 1, total);
+        const u32 base = s.sums[0], spare = t.take - min(s.sums[1], t.take), given = min(s.sums[1], t.take);
+        u32 greater = greater_before + (bits & 0xffff), tied = tied_before + (bits >> 16);
+#pragma unroll 1
+        for (u32 w = first; w < min(first + each, words); ++w) {
+            u32 chosen = sure[w], open = maybe[w];
+            u32 at = base + given + greater + min(tied, spare);
+            greater += __popc(chosen);
+            for (; open && tied < spare; ++tied, open &= open - 1) chosen |= open & -open;
+            tied += __popc(open);
+            for (; chosen; chosen &= chosen - 1) emit(out, at++, begin + w * 32 + __ffs(chosen) - 1);
+            sure[w] = maybe[w] = 0;
+        }
+        greater_before += total & 0xffff;
+        tied_before += total >> 16;
+        __syncthreads();
+    }
 }
 
 // Adds to the histogram; one add where a warp agrees, so that equal scores do not queue.
@@ -455,14 +481,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
          i64 pages_stride, i64 tokens_per_request) {
     extern __shared__ __align__(16) unsigned char memory[];
     Shared& s = *reinterpret_cast<Shared*>(memory);
-    const u32 ctas = cluster_size(), rank = cluster_rank();
+    const u32 ctas = cluster_size(), rank = cluster_rank(), shift = 31 - __clz(ctas);
     for (u32 i = threadIdx.x; i < 3 * BINS / 4; i += THREADS)
         reinterpret_cast<uint4*>(s.hist)[i] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x < CLUSTER_MAX) s.equal[threadIdx.x] = 0;
-    if (threadIdx.x == 0) s.count = s.top = s.sums[0] = s.sums[1] = 0;
+    if (threadIdx.x == 0) s.count = s.settled = s.top = s.sums[0] = s.sums[1] = 0;
     // Nobody may add to a histogram that is not yet cleared; the wait is after the first loads.
     if (ctas > 1) cluster_arrive();
-    const i64 t = blockIdx.x / ctas;
+    const i64 t = blockIdx.x >> shift;
     const int seen = min(visible[t], static_cast<int>(columns));
     const u32 length = max(seen, 0);
     const Out out{positions + t * k, rows ? rows + t * k : nullptr,
@@ -480,9 +505,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         return;
     }
-    const u32 chunk = ((length + ctas - 1) / ctas + 127) / 128 * 128;
+    const u32 chunk = ((length + ctas - 1 >> shift) + 127) / 128 * 128;
     Row row{scores + t * stride, min(rank * chunk, length), min(rank * chunk + chunk, length), 0,
-            rank, ctas, static_cast<u32>(k), static_cast<u32>(cap)};
+            rank, ctas, shift, static_cast<u32>(k), static_cast<u32>(cap)};
     row.tiles = max((chunk + TILE * BLOCK - 1) / (TILE * BLOCK), 1u);
     Candidates c;
     c.positions = reinterpret_cast<u32*>(memory + sizeof(Shared));
@@ -494,22 +519,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (ctas > 1) cluster_wait();
     else __syncthreads();
 
+    mask_tile(row, 0, now);
     u32 round = 0;
-    u32 bound = lower_bound(s, row, now, length, round);
+    u32 bound = max(lower_bound(s, row, now, length, round), KEY_NEGATIVE_INFINITY);
 #pragma unroll 1
-    for (u32 tile = 0; tile < row.tiles; ++tile) {
-        const bool all = bound <= KEY_NEGATIVE_INFINITY;
-        const float score = all ? 0.0f : score_of(bound);
-        filter(s, row, c, now, tile, score, all);
-        if (tile + 1 == row.tiles) break;
+    for (u32 tile = 0;;) {
+        filter(s, row, c, now, tile, score_of(bound));
+        if (++tile == row.tiles) break;
 #pragma unroll
         for (u32 i = 0; i < TILE; ++i) now[i] = next[i];
-        if (tile + 2 < row.tiles) load_tile(row, tile + 2, next);
+        if (tile + 1 < row.tiles) load_tile(row, tile + 1, next);
         __syncthreads();
         const u32 count = s.count;
         __syncthreads();
         if (count > row.cap / 2 && count > row.k && count <= row.cap) bound = max(bound, tighten(s, row, c, bound));
+        mask_tile(row, tile, now);
     }
+    __syncthreads();
+    settle(s, row, c);
     __syncthreads();
 
     // Step 3: everyone gets every candidate's key.
@@ -518,27 +545,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         remote_store(remote_address(shared_address(&s.counts[rank]), threadIdx.x), count);
         remote_store(remote_address(shared_address(&s.tops[rank]), threadIdx.x), s.top);
     }
-    if (ctas > 1 && count <= cap) {
-        const u32 to = warp % ctas;
+    if (ctas > 1 && count <= row.cap) {
+        const u32 to = warp & (ctas - 1);
         u32* own = c.keys + rank * row.cap;
         if (to != rank)
 #pragma unroll 1
-            for (u32 i = warp / ctas * 32 + lane; i < count; i += 32 / ctas * 32)
+            for (u32 i = (warp >> shift) * 32 + lane; i < count; i += (WARPS >> shift) * 32)
                 remote_store(remote_address(shared_address(own + i), to), own[i]);
     }
     if (ctas > 1) cluster_sync();
     else __syncthreads();
-    u32 top = 0;
-    bool overflow = false;
-#pragma unroll 1
-    for (u32 r = 0; r < ctas; ++r) {
-        overflow |= s.counts[r] > cap;
-        top = max(top, s.tops[r]);
-    }
-    if (overflow) {
+    const u32 listed = lane < ctas ? s.counts[lane] : 0;
+    const u32 top = __reduce_max_sync(FULL_WARP, lane < ctas ? s.tops[lane] : 0);
+    if (__any_sync(FULL_WARP, listed > row.cap) || warp_sum(listed) < row.k) {
         select_all(s, row, out, round);
         return;
     }
-    const u32 floor = bound <= KEY_NEGATIVE_INFINITY ? 0 : bound;
-    emit_candidates(s, row, c, select(s, c.keys, s.counts, ctas, row.cap, floor, top, row.k), out);
+    emit_candidates(s, row, c, select(s, c.keys, s.counts, row.shift, row.cap, bound, top, row.k), out);
 }

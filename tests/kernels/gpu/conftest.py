@@ -37,7 +37,7 @@ def device() -> torch.device:
 def seed() -> int:
     """A fresh seed each run; $GPU_TEST_SEED replays one. Printed when the test fails."""
     value = int(os.environ.get("GPU_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
-    print(f"GPU_TEST_SEED={value}")  # noqa: T201 - shown with a failure
+    print(f"GPU_TEST_SEED={value}")
     torch.manual_seed(value)
     return value
 

@@ -77,7 +77,8 @@ def _assert_same(
     rows = (ids != expected).any(-1).nonzero().flatten().tolist()
     assert not rows, (
         f"rows {rows[:4]} of {scores.shape}, k {k}, cluster {cluster},"
-        f" visible {visible[rows[:4]].tolist()}: {ids[rows[0]].tolist()[:8]} ... is not {expected[rows[0]].tolist()[:8]} ..."
+        f" visible {visible[rows[:4]].tolist()}:"
+        f" {ids[rows[0]].tolist()[:8]} ... is not {expected[rows[0]].tolist()[:8]} ..."
     )
 
 

@@ -1,0 +1,229 @@
+// Plan + swap-in: bring the chosen mirror rows into the hot set, in one launch of one cluster.
+//
+//   1  look every row up: stamp those that are there; claim a missing one by compare-and-swap
+//      (one winner a row, whoever chose it) and start its copy from pinned memory at once
+//   -  cluster barrier: after it, no slot of this step's hits can be a victim
+//   2  a victim for each claimed row: the oldest stamp of 32 hashed slots, never this step's,
+//      claimed by compare-and-swap; tell the tables
+//   -  cluster barrier
+//   3  the slots of claimed rows, for all who chose them
+//   4  as rows arrive in shared memory, bulk-store them to their slots
+//
+// Latency is the cost below a few hundred rows, so the PCIe round trip runs under steps 1 to 3;
+// above, the link is, and 8 CTAs with bulk copies fill it and leave the other multiprocessors free.
+// Source: SGLang's HiSparse (idea: lookup, then copy, on the device); the claim, the hashed
+// victims and the early copy are this project's.
+#include "common.cuh"
+
+constexpr u32 THREADS = 512;
+constexpr u32 GROUP = 8;  // threads a missing row: 8 x 4 stamps make a probe
+constexpr u32 BUFFERS = THREADS / GROUP;
+constexpr u32 SCALE_FETCH = SCALE_BYTES ? 16 : 0;  // bulk copies are 16-byte aligned
+constexpr u32 BUFFER_BYTES = DATA_BYTES + SCALE_FETCH;
+constexpr u32 SECTOR = 8;           // slots whose stamps share 32 bytes
+constexpr u32 HASHED_PROBES = 16;   // then slots in turn, so that a free one is surely met
+constexpr int ABSENT = -1, CLAIMED = -2;
+
+struct Pool {
+    unsigned char* data;
+    i64 data_pitch;  // bytes a page
+    unsigned char* scale;
+    i64 scale_pitch;
+};
+
+struct Shared {
+    alignas(16) unsigned char buffers[BUFFERS][BUFFER_BYTES];
+    u64 arrived[BUFFERS];  // mbarriers
+    u32 missing;
+    u32 hits;
+    int rows[1];  // [cap] claimed rows, then [cap] their slots
+};
+
+__device__ __forceinline__ int load_relaxed(const int* p) {
+    int v;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store_relaxed(int* p, int v) {
+    asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ int4 load4_volatile(const int* p) {
+    int4 v;
+    asm volatile("ld.volatile.global.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
+
+// Starts the copy of a mirror row into a buffer. One thread.
+__device__ __forceinline__ void fetch(Shared& s, const Pool& mirror, u32 buffer, u32 row) {
+    const u32 page = row / MIRROR_ROWS, place = row % MIRROR_ROWS;
+    const u32 barrier = shared_address(&s.arrived[buffer]), to = shared_address(s.buffers[buffer]);
+    mbarrier_expect(barrier, BUFFER_BYTES);
+    bulk_load(to, mirror.data + page * mirror.data_pitch + place * i64(DATA_BYTES), DATA_BYTES, barrier);
+    if constexpr (SCALE_FETCH > 0)
+        bulk_load(to + DATA_BYTES, mirror.scale + page * mirror.scale_pitch + place * SCALE_BYTES / 16 * 16, 16, barrier);
+}
+
+// Sends a buffer that has arrived to its slot. One thread; commits a bulk group.
+__device__ __forceinline__ void store(Shared& s, const Pool& hot, u32 buffer, u32 row, u32 slot) {
+    const u32 page = slot / HOT_ROWS, place = slot % HOT_ROWS;
+    const unsigned char* from = s.buffers[buffer];
+    bulk_store(hot.data + page * hot.data_pitch + place * i64(DATA_BYTES), shared_address(from), DATA_BYTES);
+    bulk_commit();
+    if constexpr (SCALE_BYTES > 0) {
+        const u32* words = reinterpret_cast<const u32*>(from + DATA_BYTES + row % MIRROR_ROWS * SCALE_BYTES % 16);
+        u32* to = reinterpret_cast<u32*>(hot.scale + page * hot.scale_pitch + place * SCALE_BYTES);
+#pragma unroll
+        for (u32 i = 0; i < SCALE_BYTES / 4; ++i) to[i] = words[i];
+    }
+}
+
+// First of this lane's four slots in the given probe for a row.
+__device__ __forceinline__ u32 probed(u32 row, u32 probe, u32 lane, u32 sectors) {
+    const u32 which = lane / 2 % 4;
+    u32 h = row * 0x9e3779b1u;
+    h ^= h >> 15;
+    u32 sector;
+    if (probe < HASHED_PROBES) {
+        h = (h + (probe * 4 + which) * 0x85ebca77u) * 0xc2b2ae3du;
+        h ^= h >> 13;
+        sector = __umulhi(h * 0x27d4eb2fu, sectors);
+    } else {
+        sector = (__umulhi(h, sectors) + (probe - HASHED_PROBES) * 4 + which) % sectors;
+    }
+    return sector * SECTOR + lane % 2 * 4;
+}
+
+// The lane's best slot of four: (stamp, slot), all ones when every one is of this step.
+__device__ __forceinline__ u64 oldest(const int4& stamps, u32 slot, int step) {
+    const int of[4] = {stamps.x, stamps.y, stamps.z, stamps.w};
+    u64 best = ~0ull;
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+        const u64 key = u64(u32(of[i]) ^ 0x80000000u) << 32 | (slot + i);
+        if (of[i] != step && key < best) best = key;
+    }
+    return best;
+}
+
+// A slot for `row`, claimed, for each group of 8 lanes that is `active`. Whole warps.
+__device__ __forceinline__ u32 claim_victim(int* stamp, u32 slot_count, int step, u32 row, bool active, int4 stamps) {
+    const u32 lane = threadIdx.x % 32;
+    bool done = !active;
+    u32 slot = 0;
+    for (u32 probe = 0; __any_sync(FULL_WARP, !done); ++probe) {
+        const u32 first = probed(row, probe, lane, slot_count / SECTOR);
+        if (probe && !done) stamps = load4_volatile(stamp + first);
+        u64 best = oldest(stamps, first, step);
+#pragma unroll
+        for (u32 d = 1; d < GROUP; d <<= 1) best = min(best, __shfl_xor_sync(FULL_WARP, best, d));
+        bool won = false;
+        if (!done && lane % GROUP == 0 && best != ~0ull) {
+            const int seen = static_cast<int>(u32(best >> 32) ^ 0x80000000u);
+            won = atomicCAS(stamp + u32(best), seen, step) == seen;
+        }
+        won = __shfl_sync(FULL_WARP, won, lane / GROUP * GROUP);
+        if (!done && won) {
+            slot = u32(best);
+            done = true;
+        }
+    }
+    return slot;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    swap_in(const int* rows, i64 pairs,                         // [pairs] mirror rows, -1 padded
+            int* residency, int* owner, int* stamp, i64 slot_count,  // [M], [S], [S]; S a multiple of 8
+            const int* step_now,                                // [1]
+            unsigned char* hot_data, i64 hot_data_pitch, unsigned char* hot_scale, i64 hot_scale_pitch,
+            unsigned char* mirror_data, i64 mirror_data_pitch, unsigned char* mirror_scale, i64 mirror_scale_pitch,
+            i64 cap,                                            // claimed rows a CTA may hold
+            int* slots,                                         // [pairs], written
+            u64* counters) {                                    // [2]: += distinct hits, misses
+    extern __shared__ __align__(16) unsigned char memory[];
+    Shared& s = *reinterpret_cast<Shared*>(memory);
+    const Pool hot{hot_data, hot_data_pitch, hot_scale, hot_scale_pitch};
+    const Pool mirror{mirror_data, mirror_data_pitch, mirror_scale, mirror_scale_pitch};
+    const u32 ctas = cluster_size(), rank = cluster_rank(), lane = threadIdx.x % 32;
+    // Pairs go to CTAs in runs of 8 in turn, so that sessions that chose alike load all CTAs alike.
+    const auto pair_of = [&](u32 i) { return (i / 8 * ctas + rank) * 8 + i % 8; };
+    if (threadIdx.x < BUFFERS) mbarrier_init(shared_address(&s.arrived[threadIdx.x]), 1);
+    if (threadIdx.x == 0) s.missing = s.hits = 0;
+    mbarrier_init_fence();
+    proxy_fence();
+    __syncthreads();
+
+    const int step = *step_now;
+    u64 pending = 0;  // by round: a pair whose slot is not known yet
+    u32 hits = 0;
+    for (u32 i = threadIdx.x, turn = 0; pair_of(i) < pairs; i += THREADS, ++turn) {
+        const u32 p = pair_of(i);
+        const int row = rows[p];
+        if (row < 0) {
+            slots[p] = -1;
+            continue;
+        }
+        const int at = load_relaxed(residency + row);
+        if (at < 0) {
+            pending |= 1ull << turn;
+            if (at == ABSENT && atomicCAS(residency + row, ABSENT, CLAIMED) == ABSENT) {
+                const u32 m = atomicAdd(&s.missing, 1);
+                s.rows[m] = row;
+                if (m < BUFFERS) fetch(s, mirror, m, row);
+            }
+        } else {
+            slots[p] = at;
+            hits += atomicExch(stamp + at, step) != step;
+        }
+    }
+    hits = warp_sum(hits);
+    if (lane == 0 && hits) atomicAdd(&s.hits, hits);
+    __syncthreads();
+    cluster_arrive();
+    const u32 missing = s.missing;
+    u32 mine = threadIdx.x / GROUP;
+    int4 early = make_int4(step, step, step, step);
+    if (mine < missing) early = load4_volatile(stamp + probed(s.rows[mine], 0, lane, slot_count / SECTOR));
+    cluster_wait();
+
+    int* claimed_slots = s.rows + cap;
+    for (u32 first = threadIdx.x / 32 * (32 / GROUP); first < missing; first += BUFFERS) {
+        const u32 m = first + lane / GROUP;
+        const bool active = m < missing;
+        const u32 row = active ? s.rows[m] : 0;
+        if (first >= BUFFERS && active) early = load4_volatile(stamp + probed(row, 0, lane, slot_count / SECTOR));
+        const u32 slot = claim_victim(stamp, slot_count, step, row, active, early);
+        if (active && lane % GROUP == 0) {
+            const int evicted = owner[slot];
+            if (evicted >= 0) store_relaxed(residency + evicted, ABSENT);
+            owner[slot] = row;
+            store_relaxed(residency + row, slot);
+            claimed_slots[m] = slot;
+        }
+    }
+    cluster_sync();
+
+    for (u32 i = threadIdx.x, turn = 0; pending; i += THREADS, ++turn, pending >>= 1)
+        if (pending & 1) slots[pair_of(i)] = load_relaxed(residency + rows[pair_of(i)]);
+    if (threadIdx.x == 0) {
+        if (s.hits) atomicAdd(counters, u64(s.hits));
+        if (missing) atomicAdd(counters + 1, u64(missing));
+    }
+
+    if (lane % GROUP) return;
+    const u32 buffer = mine;
+    for (u32 parity = 0; mine < missing; mine += BUFFERS, parity ^= 1) {
+        mbarrier_wait(shared_address(&s.arrived[buffer]), parity);
+        store(s, hot, buffer, s.rows[mine], claimed_slots[mine]);
+        if (mine + BUFFERS < missing) {
+            bulk_wait_read();
+            proxy_fence();
+            fetch(s, mirror, buffer, s.rows[mine + BUFFERS]);
+        }
+    }
+    bulk_wait();
+}
