@@ -73,17 +73,21 @@ def test_a_query_does_not_feel_its_batch(rng: torch.Generator, kind: RowKind) ->
     """Alone, in a batch, and with more padding, a query's bits are the same."""
     live = torch.arange(300)
     near, far = pool(rng, kind, live, 300, 61), pool(rng, kind, live, 300, 64)
-    q, sink = torch.randn(7, HEADS, DIM, generator=rng), torch.randn(HEADS, generator=rng)
-    near_ids, far_ids = torch.randint(0, 300, (7, 128)), torch.randint(0, 300, (7, 300))
-    far_ids[2, 70:], far_ids[3] = -1, -1
+    widths = [300, 0, 1, 7, 70, 129, 131, 200, 255, 256, 257]
+    count = len(widths)
+    q, sink = torch.randn(count, HEADS, DIM, generator=rng), torch.randn(HEADS, generator=rng)
+    near_ids = torch.randint(0, 300, (count, 128), generator=rng)
+    far_ids = torch.randint(0, 300, (count, 300), generator=rng)
+    far_ids = far_ids.masked_fill(torch.arange(300) >= torch.tensor(widths).unsqueeze(-1), -1)
     batch = sparse_attention(q, near, near_ids, far, far_ids, sink, SCALE)
     small = sparse_attention(q, near, near_ids, far, far_ids, sink, SCALE, workspace_bytes=1)
     assert torch.equal(batch, small)
-    for row, width in [(0, 300), (2, 70), (2, 71), (3, 0), (6, 300)]:
+    for row, width in enumerate(widths):
         one = slice(row, row + 1)
-        ids = far_ids[one, :width]
-        alone = sparse_attention(q[one], near, near_ids[one], far, ids, sink, SCALE)
-        assert torch.equal(alone[0], batch[row]), (row, width)
+        for padded in (width, width + 1, width + 37):
+            ids = far_ids[one, :padded]
+            alone = sparse_attention(q[one], near, near_ids[one], far, ids, sink, SCALE)
+            assert torch.equal(alone[0], batch[row]), (width, padded)
 
 
 @KINDS
