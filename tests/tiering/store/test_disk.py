@@ -113,6 +113,19 @@ def test_the_least_recently_used_run_goes_first_and_from_its_end(tmp_path: Path)
     store.close()
 
 
+def test_putting_again_is_a_use(tmp_path: Path) -> None:
+    """A run that another session computed and put again outlives one put after it."""
+    store = open_disk(tmp_path, bytes_max=2 << 20)
+    first, second = chain("first", 40), chain("second", 40)
+    store.put(first)
+    store.put(second)
+    store.put(first)
+    store.put(chain("third", 90))
+    assert all(present(store, first))
+    assert not all(present(store, second))
+    store.close()
+
+
 def test_a_lookup_does_not_extend_a_life(tmp_path: Path) -> None:
     """Only reading and writing count as use."""
     store = open_disk(tmp_path, bytes_max=2 << 20)
