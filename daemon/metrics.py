@@ -105,7 +105,7 @@ class ServiceCollector(Collector):
 
 
 def _families(
-    values: Mapping[str, float], kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
+    values: Mapping[str, float], kind: type[GaugeMetricFamily | CounterMetricFamily]
 ) -> Iterable[Metric]:
     """``pages{tier="host"}`` and the like, grouped by name; other names are left out."""
     families: dict[str, tuple[tuple[str, ...], Metric]] = {}

@@ -24,8 +24,10 @@ from dsv4_tierd.tiering.errors import (
     BodyTooLarge,
     InvalidRequest,
     NotFound,
+    Refused,
     TierError,
     Unauthorized,
+    Unavailable,
     UnsupportedCombination,
 )
 
@@ -47,8 +49,8 @@ def json_response(data: Any, status: int = 200) -> web.Response:
 
 def error_response(error: TierError) -> web.Response:
     response = json_response(error_json(error), error.status)
-    if error.retry_after_s is not None:
-        response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, Refused | Unavailable) or error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
     elif isinstance(error, BadRequest) or error.status == 500:
         response.headers["x-should-retry"] = "false"  # SDKs repeat 409 and 5xx by themselves
     return response

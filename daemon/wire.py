@@ -45,7 +45,7 @@ class CreateSession(Input):
 
 
 class PatchSession(Body):
-    ttl: float | None | msgspec.UnsetType = msgspec.UNSET
+    ttl: float | msgspec.UnsetType | None = msgspec.UNSET
     metadata: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -138,7 +138,7 @@ def from_query(query: Mapping[str, str], kind: type[B]) -> B:
 
 def _param(message: str) -> str | None:
     start = message.find("`$.")
-    return message[start + 3 :].split("`")[0] if start >= 0 else None
+    return message[start + 3 :].split("`", maxsplit=1)[0] if start >= 0 else None
 
 
 def pack_ids(ids: Sequence[int], vocab_size: int) -> bytes:

@@ -151,6 +151,8 @@ class Worker:
             except WorkerProtocolError as error:
                 log.error("engine worker broke the protocol: %s", error)
             finally:
+                if self.model is not None and not self._stopping:
+                    self.state = WorkerState.RESTARTING
                 self._keep_counters()
                 attending.cancel()
 

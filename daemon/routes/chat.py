@@ -25,9 +25,19 @@ from dsv4_tierd.engine.messages import Done, Progress, TokenLogprob, Tokens, Usa
 from dsv4_tierd.tiering.errors import InvalidRequest, TierError, UnsupportedCombination
 
 OWN = frozenset(
-    "messages tools tool_choice thinking reasoning_effort top_logprobs chat_template_kwargs".split()
+    [
+        "messages",
+        "tools",
+        "tool_choice",
+        "thinking",
+        "reasoning_effort",
+        "top_logprobs",
+        "chat_template_kwargs",
+    ]
 )
-TO_RECIPE = frozenset("messages tools tool_choice thinking reasoning_effort stop stream".split())
+TO_RECIPE = frozenset(
+    ["messages", "tools", "tool_choice", "thinking", "reasoning_effort", "stop", "stream"]
+)
 
 
 class Choice:

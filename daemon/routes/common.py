@@ -40,7 +40,8 @@ def session_of(request: web.Request, salt_in_body: str | None = None) -> Session
 
 
 def is_octets(request: web.Request) -> bool:
-    return request.content_type == OCTETS
+    """Only when it says so: a body without a type is JSON."""
+    return "Content-Type" in request.headers and request.content_type == OCTETS
 
 
 def flag(request: web.Request, name: str) -> bool:

@@ -24,8 +24,20 @@ from dsv4_tierd.tiering.errors import InvalidRequest, NotFound, TierError, Unsup
 
 # Fields that change no token of the answer: taken, and not needed.
 IGNORED = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "prompt_cache_options stream_options parallel_tool_calls verbosity extra_headers".split()
+    [
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "stream_options",
+        "parallel_tool_calls",
+        "verbosity",
+        "extra_headers",
+    ]
 )
 # Fields that would change the answer and are not done here: only the value that means "off".
 OFF: dict[str, tuple[Any, ...]] = {
@@ -47,8 +59,24 @@ OFF: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"}, None),
 }
 SHARED = frozenset(
-    "model max_tokens max_completion_tokens temperature top_p top_k seed stop stop_token_ids "
-    "ignore_eos stream stream_options n logprobs session_id cache_salt".split()
+    [
+        "model",
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "stream",
+        "stream_options",
+        "n",
+        "logprobs",
+        "session_id",
+        "cache_salt",
+    ]
 )
 
 

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
 from dsv4_tierd.daemon import journal as journal_module
 from dsv4_tierd.daemon.journal import (
     FILE_MAGIC,
@@ -30,9 +34,6 @@ from dsv4_tierd.daemon.ledger import (
     Turn,
 )
 from dsv4_tierd.tiering.errors import StoreUnavailable
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 
 def pack(ids: list[int]) -> bytes:

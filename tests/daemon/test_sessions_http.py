@@ -6,19 +6,11 @@ import asyncio
 import json
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
-from daemon_harness import Daemon, run_daemon
-from fake_worker import next_token, text_of
 
-
-def expected(ids: list[int], count: int) -> list[int]:
-    """What the scripted worker draws after ``ids``."""
-    ids = list(ids)
-    for _ in range(count):
-        ids.append(next_token(ids))
-    return ids[-count:]
+from daemon_harness import Daemon, expected, read_events, run_daemon
+from fake_worker import text_of
 
 
 async def test_create_append_generate_and_read_back(daemon: Daemon) -> None:
@@ -75,20 +67,6 @@ async def test_streamed_generation(daemon: Daemon) -> None:
     assert tokens == expected([5], 600)
     name, data = events[-1]
     assert (name, data["finish_reason"], data["tokens"]) == ("done", "length", 601)
-
-
-async def read_events(daemon: Daemon, path: str, body: Any) -> list[tuple[str, Any]]:
-    async with daemon.http.post(daemon.url + path, json=body) as response:
-        assert response.status == 200, await response.text()
-        assert response.content_type == "text/event-stream"
-        text = (await response.read()).decode()
-    found = []
-    for block in text.split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in block.splitlines() if line[:1] != ":")
-        if "data" in fields:
-            data = fields["data"]
-            found.append((fields.get("event", ""), data if data == "[DONE]" else json.loads(data)))
-    return found
 
 
 async def test_fork_rewind_and_their_words(daemon: Daemon) -> None:
@@ -217,7 +195,9 @@ async def test_session_events(daemon: Daemon) -> None:
     names = [line[7:] for line in text.splitlines() if line.startswith("event: ")]
     assert names[0] == "session"
     assert names[-1] == "closed"
-    states = [json.loads(line[6:]).get("state") for line in text.splitlines() if line[:6] == "data: "]
+    states = [
+        json.loads(line[6:]).get("state") for line in text.splitlines() if line[:6] == "data: "
+    ]
     assert states[1:4] == ["active", "idle", "closing"]
 
 

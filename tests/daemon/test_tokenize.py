@@ -11,13 +11,14 @@ import deepseek_recipe as recipe
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from dsv4_tierd.daemon import tokenize as tokenize_module
 from dsv4_tierd.daemon.encoding import encode_chat, encode_messages
 from dsv4_tierd.daemon.ledger import Turn
 from dsv4_tierd.daemon.tokenize import Piece, TextCodec, TextService, find_tokenizer
 from dsv4_tierd.tiering.errors import InvalidRequest, UnsupportedCombination
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 @functools.cache
@@ -90,7 +91,7 @@ def test_a_longer_prompt_tokenises_only_its_new_text() -> None:
     before = fresh.misses
     assert before >= 3
     fresh.encode([Piece(text + "\nclass More:\n    pass\n")])
-    assert fresh.misses - before <= 1
+    assert fresh.misses - before <= 2  # the last segment, longer now, and perhaps cut
 
 
 def test_the_cache_is_bounded() -> None:

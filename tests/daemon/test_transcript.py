@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import struct
 
-from dsv4_tierd.daemon.transcript import TokenRun, Transcript, common_bytes, common_prefix
 from hypothesis import given
 from hypothesis import strategies as st
+
+from dsv4_tierd.daemon.transcript import TokenRun, Transcript, common_bytes, common_prefix
 
 
 def pack(ids: list[int]) -> bytes:

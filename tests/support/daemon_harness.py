@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,9 +14,13 @@ from typing import Any
 
 import aiohttp
 
-from dsv4_tierd.daemon.app import serve
+from dsv4_tierd.daemon import app as app_module
 from dsv4_tierd.daemon.config import ServeConfig
 from dsv4_tierd.daemon.service import Service
+from fake_worker import next_token
+
+# Reading the tokenizer takes most of a second: once a test process is enough.
+app_module.load_text = functools.cache(app_module.load_text)
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 
@@ -60,7 +66,7 @@ async def run_daemon(
         started.set_result((service, port))
 
     task = asyncio.create_task(
-        serve(config, command=FAKE_WORKER, on_listening=listening, signals=False)
+        app_module.serve(config, command=FAKE_WORKER, on_listening=listening, signals=False)
     )
     await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
@@ -75,3 +81,25 @@ async def run_daemon(
     service.stop_asked.set()
     async with asyncio.timeout(20):
         await task
+
+
+def expected(ids: list[int], count: int) -> list[int]:
+    """What the scripted worker draws after ``ids``."""
+    ids = list(ids)
+    for _ in range(count):
+        ids.append(next_token(ids))
+    return ids[-count:]
+
+
+async def read_events(daemon: Daemon, path: str, body: Any) -> list[tuple[str, Any]]:
+    async with daemon.http.post(daemon.url + path, json=body) as response:
+        assert response.status == 200, await response.text()
+        assert response.content_type == "text/event-stream"
+        text = (await response.read()).decode()
+    found = []
+    for block in text.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if line[:1] != ":")
+        if "data" in fields:
+            data = fields["data"]
+            found.append((fields.get("event", ""), data if data == "[DONE]" else json.loads(data)))
+    return found
