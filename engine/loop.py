@@ -133,7 +133,7 @@ class Engine:
     def _stored_tail_ready(self, session: Session) -> bool:
         """Fetch a tail that suspend wrote. False: it is on its way."""
         stored = session.stored_tail
-        if stored is None or session.tail is not None:
+        if stored is None or not stored.usable or session.tail is not None:
             return True
         if stored.fetch is None:
             stored.fetch = self.tiers.fetch_tail(session.salt, stored.digest, stored.size)
@@ -143,7 +143,7 @@ class Engine:
                 return False
             stored.fetch = None  # late: computed from the words instead
         session.tail = self.tiers.accept_tail(stored.fetch, len(session.transcript))
-        session.stored_tail = None
+        stored.usable, stored.fetch = False, None
         return True
 
     def _open_ready(self) -> None:
@@ -338,7 +338,8 @@ class Engine:
         """Forget an idle session's words from ``length`` on, and a tail that saw them."""
         if length < len(session.transcript):
             session.transcript.truncate(length)
-            session.stored_tail = None
+            if session.stored_tail is not None:
+                session.stored_tail.usable = False
             if session.tail is not None and session.tail.position >= length:
                 self._drop_tail(session)
 

@@ -14,26 +14,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Session:
-    """``tail`` is of the first ``tail.position`` tokens; None: computed from the transcript.
-
-    ``stored_tail``: where suspend wrote one, until it is fetched or the transcript goes back.
-    """
-
-    id: str
-    salt: str
-    transcript: Transcript
-    tail: Tail | None = None
-    stored_tail: StoredTail | None = None
-    request: Request | None = None
-
-
-@dataclass(slots=True)
 class StoredTail:
-    """A tail in the prefix store: 32-byte digest and size in bytes."""
+    """A tail in the prefix store: 32-byte digest and size in bytes.
+
+    ``usable``: of the transcript as it is, and not yet fetched. ``owned``: goes when the session is
+    deleted; a fork only borrows its source's.
+    """
 
     digest: bytes
     size: int
+    usable: bool = True
+    owned: bool = True
     fetch: Future[bytes] | None = None
     since: float = 0.0
 
@@ -45,3 +36,18 @@ class StoredTail:
     @classmethod
     def from_key(cls, key: bytes) -> StoredTail:
         return cls(key[:32], int.from_bytes(key[32:], "little"))
+
+
+@dataclass(slots=True)
+class Session:
+    """``tail`` is of the first ``tail.position`` tokens; None: computed from the transcript.
+
+    ``stored_tail``: what suspend wrote last.
+    """
+
+    id: str
+    salt: str
+    transcript: Transcript
+    tail: Tail | None = None
+    stored_tail: StoredTail | None = None
+    request: Request | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -153,8 +154,9 @@ class Verbs:
             twin.tail = tiers.snapshot(request.seq)
         elif source.tail is not None:
             twin.tail = tiers.idle.share(source.tail)
-        elif message.at is None and source.stored_tail is not None:
-            twin.stored_tail = StoredTail(source.stored_tail.digest, source.stored_tail.size)
+        elif len(twin.transcript) == length and source.stored_tail is not None:
+            stored = source.stored_tail
+            twin.stored_tail = StoredTail(stored.digest, stored.size, stored.usable, owned=False)
         if twin.tail is not None and twin.tail.position >= len(twin.transcript):
             tiers.idle.release(twin.tail)
             twin.tail = None
@@ -169,18 +171,39 @@ class Verbs:
         self._engine.truncate(session, message.to)
         return m.Ack(op_id=message.op_id)
 
-    def _close(self, message: m.CloseSession) -> m.Ack:
+    def _close(self, message: m.CloseSession) -> m.Ack | None:
         session = self._find(message.session_id)
         if session.request is not None:
             self._engine.end(session.request, "cancelled")
         retention = self._engine.retention
         if retention.is_pinned(session.id):
             retention.unpin(session.id)
-        stored = session.stored_tail.digest if session.stored_tail else None
+        stored = session.stored_tail
         self._engine.forget(session)
-        if message.drop_from is not None:
-            retention.drop(session.transcript, session.salt, message.drop_from, stored)
-        return m.Ack(op_id=message.op_id)
+        if message.drop_from is None:
+            return m.Ack(op_id=message.op_id)
+        tail_key = stored.digest if stored is not None and stored.owned else None
+        return self._when_gone(
+            message.op_id,
+            retention.drop(session.transcript, session.salt, message.drop_from, tail_key),
+        )
+
+    def _when_gone(self, op_id: int, deletion: Future[int] | None) -> m.Ack | None:
+        """Ack once the stored bytes are gone; at once if there is no store."""
+        ack = m.Ack(op_id=op_id)
+        if deletion is None:
+            return ack
+
+        def poll() -> m.Ack | None:
+            if not deletion.done():
+                return None
+            error = deletion.exception()
+            if error is not None:
+                raise StoreUnavailable(f"stored bytes could not be removed: {error}")
+            return ack
+
+        self._pending.append(_Pending(op_id, poll))
+        return None
 
     # ------------------------------------------------------------ requests
     def _submit(self, message: m.Submit) -> None:
@@ -264,12 +287,15 @@ class Verbs:
     def _suspended(self, op_id: int, session: Session, suspension: Suspension) -> m.Ack | None:
         if not suspension.done:
             return None
-        key = session.stored_tail.key if session.stored_tail is not None else None
         if suspension.tail_key is not None:
-            key = StoredTail(suspension.tail_key, suspension.tail_size).key
+            previous = session.stored_tail
+            if previous is not None and previous.owned and previous.digest != suspension.tail_key:
+                self._engine.retention.drop_tail(session.salt, previous.digest)
+            session.stored_tail = StoredTail(suspension.tail_key, suspension.tail_size)
         if session.request is None:
             self._engine.retention.suspend_to_host(session.tail)
-        return m.Ack(op_id=op_id, tail_key=key)
+        stored = session.stored_tail
+        return m.Ack(op_id=op_id, tail_key=stored.key if stored and stored.usable else None)
 
     def _pin(self, message: m.PinSession) -> m.Ack:
         session = self._find(message.session_id)
@@ -280,12 +306,7 @@ class Verbs:
         return m.Ack(op_id=message.op_id)
 
     def _purge(self, message: m.PurgeSalt) -> m.Ack | None:
-        future = self._engine.retention.purge(message.salt)
-        if future is None:
-            return m.Ack(op_id=message.op_id)
-        ack = m.Ack(op_id=message.op_id)
-        self._pending.append(_Pending(message.op_id, lambda: ack if future.done() else None))
-        return None
+        return self._when_gone(message.op_id, self._engine.retention.purge(message.salt))
 
     def _drain(self, message: m.Drain) -> None:
         """Let requests end until the deadline, then suspend every session to the store."""

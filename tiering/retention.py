@@ -124,8 +124,11 @@ class Retention:
     # ------------------------------------------------------------ forgetting
     def drop(
         self, transcript: Transcript, tenant: str, from_block: int, tail_key: bytes | None
-    ) -> None:
-        """Forget a session's blocks from ``from_block`` on, in every tier, and its stored tail."""
+    ) -> Future[int] | None:
+        """Forget a session's blocks from ``from_block`` on, in every tier, and its stored tail.
+
+        The future is done when the stored bytes are gone; None: there is nothing stored.
+        """
         manager = self._manager
         hashes = transcript.hashes[from_block:]
         keys = {
@@ -142,8 +145,15 @@ class Retention:
             }
         if tail_key is not None:
             keys.add(ObjectKey(ObjectKind.TAIL, tenant, tail_key))
-        if keys and manager.coordinator.has_store:
-            manager.coordinator.submit_delete(sorted(keys, key=lambda key: (key.kind, key.digest)))
+        if not keys or not manager.coordinator.has_store:
+            return None
+        return manager.coordinator.submit_delete(
+            sorted(keys, key=lambda key: (key.kind, key.digest))
+        )
+
+    def drop_tail(self, tenant: str, digest: bytes) -> None:
+        """Remove a stored tail that a newer one replaced."""
+        self._manager.coordinator.submit_delete([ObjectKey(ObjectKind.TAIL, tenant, digest)])
 
     def purge(self, tenant: str) -> Future[int] | None:
         """Forget everything of one tenant; the future is done when its stored bytes are gone."""
