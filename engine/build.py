@@ -133,7 +133,9 @@ def build_engine(
 ) -> tuple[Engine, Verbs, Plan]:
     """Allocate the tiers and put the loop on top. Raises ExceedsCapacity, InvalidRequest."""
     if config.chunk_tokens <= 0:
-        raise InvalidRequest(f"chunk_tokens {config.chunk_tokens} is not positive", param="chunk_tokens")
+        raise InvalidRequest(
+            f"chunk_tokens {config.chunk_tokens} is not positive", param="chunk_tokens"
+        )
     if config.device == "cuda":
         raise UnsupportedCombination(
             "--device cuda: the engine runs on CPU only so far", param="device"

@@ -240,7 +240,7 @@ class Engine:
         return True
 
     def _draw(self, request: Request, logits: Tensor) -> None:
-        """Draw the next token, add it to the words, send it, and end the request if it is the last."""
+        """Draw the next token, add it to the words, send it; end the request if it is the last."""
         session, sampling = request.session, request.sampling
         drawn = draw(logits, sampling, len(session.transcript))
         self._append(request, drawn.token_id)

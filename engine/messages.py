@@ -129,8 +129,10 @@ class RewindSession(Message, frozen=True):
 
 
 class CloseSession(Message, frozen=True):
-    """Forget a session. Blocks from ``drop_from`` on are no other session's: their cached
-    and stored bytes go too. None: keep them cached.
+    """Forget a session.
+
+    Blocks from ``drop_from`` on are no other session's: their cached and stored bytes go too,
+    before the Ack. None: keep them cached.
     """
 
     op_id: int

@@ -91,7 +91,7 @@ class Runner:
 
     @torch.no_grad()
     def finish(self, chunk: Chunk, want_logits: bool) -> Tensor | None:
-        """Commit a chunk that passed all layers. Returns the last token's logits [vocab] if wanted."""
+        """Commit a chunk that passed all layers; the last token's logits [vocab], if wanted."""
         self.tiers.swap_tail(chunk.seq)
         self.tiers.commit(chunk.seq, chunk.stop, decoded=False)
         return self.model.logits(chunk.x[-1:])[0] if want_logits else None

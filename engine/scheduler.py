@@ -36,8 +36,10 @@ class Scheduler:
         self.queue.append(request)
 
     def admissible(self) -> list[Request]:
-        """Queued requests to try now, in order. One that would compute what a running prefill
-        is computing waits for it, and lets later ones pass.
+        """Queued requests to try now, in order.
+
+        One that would compute what a running prefill is computing waits for it, and lets later
+        ones pass.
         """
         room = self._running_max - len(self.running)
         leaders = [

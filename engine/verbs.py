@@ -217,7 +217,8 @@ class Verbs:
             raise InvalidRequest("an empty session has nothing to compute")
         if total + message.max_tokens > self._context_length:
             raise ContextLengthExceeded(
-                f"{total} tokens and max_tokens {message.max_tokens} exceed the model's {self._context_length}"
+                f"{total} tokens and max_tokens {message.max_tokens} exceed the model's "
+                f"{self._context_length}"
             )
         purpose = Purpose.GENERATE if message.max_tokens else Purpose.APPEND
         request = Request(

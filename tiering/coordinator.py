@@ -17,7 +17,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from dsv4_tierd.tiering.errors import StoreUnavailable, TierError, TransferFailed
+from dsv4_tierd.tiering.errors import (
+    PreconditionFailed,
+    StoreUnavailable,
+    TierError,
+    TransferFailed,
+)
 from dsv4_tierd.tiering.mirror import PageMemory
 from dsv4_tierd.tiering.pages import PagePool
 from dsv4_tierd.tiering.radix import NO_PAGE, Node, RadixTree
@@ -124,20 +129,22 @@ class Coordinator:
 
     def known(self, tenant: str, hashes: Sequence[bytes]) -> int:
         """How many of these blocks, from the first on, the store has."""
-        if self._store is None or not self.up or not hashes:
-            return 0
-        keys = [ObjectKey(ObjectKind.PAGE, tenant, key) for key in hashes]
-        found = self._store.has(keys)
+        found = self._has([ObjectKey(ObjectKind.PAGE, tenant, key) for key in hashes])
         return next((i for i, there in enumerate(found) if not there), len(found))
 
     def has_point(self, node: Node) -> bool:
         """Whether the store has a resume point at the end of this block."""
-        assert node.key is not None
-        return (
-            self._store is not None
-            and self.up
-            and self._store.has([_key(node, ObjectKind.RESUME)])[0]
-        )
+        return any(self._has([_key(node, ObjectKind.RESUME)]))
+
+    def _has(self, keys: list[ObjectKey]) -> list[bool]:
+        """What the store says it has; nothing, and it is left alone, if it does not say."""
+        if self._store is None or not self.up or not keys:
+            return []
+        try:
+            return self._store.has(keys)
+        except StoreUnavailable as error:
+            self._back_off(str(error))
+            return []
 
     # ------------------------------------------------------------ loads
     def loading(self, node: Node, kind: ObjectKind) -> bool:
@@ -161,12 +168,19 @@ class Coordinator:
         """Whether a read of it is under way, waited for or not."""
         return node.key is not None and _key(node, kind) in self._loads
 
+    def reachable(self, node: Node, kind: ObjectKind) -> bool:
+        """Whether a stored object could come in: the store is up, and no late read of it hangs."""
+        return self.up and (self.loading(node, kind) or not self.in_flight(node, kind))
+
     # ------------------------------------------------------------ writes
     def queue(self, node: Node, kind: ObjectKind) -> None:
         """Write the block's page or point through to the store, soon."""
         stored = node.stored if kind is ObjectKind.PAGE else node.resume_stored
         if self._store is not None and not stored:
-            self._dirty.setdefault(_key(node, kind), node)
+            key = _key(node, kind)
+            if self._dirty.get(key) is not node:
+                self._dirty.pop(key, None)  # an older node of that name: it is pruned
+                self._dirty[key] = node
 
     def submit_tail(self, key: ObjectKey, packed: bytes) -> Future[None]:
         """Write a packed tail; the future is done when it is durable."""
@@ -313,8 +327,22 @@ class Coordinator:
             if not isinstance(error, TierError | OSError):
                 raise error
             self.counters.writes_failed += 1
+            if isinstance(error, PreconditionFailed):
+                self._recheck(write)  # it answers: no reason to leave it alone
+            else:
+                self._back_off(str(error))
             self._dirty = dict(sorted(self._dirty.items(), key=lambda item: item[1].depth))
-            self._back_off(str(error))
+
+    def _recheck(self, write: _Write) -> None:
+        """The store gave up blocks before these without telling: write those again first."""
+        path = list(dict.fromkeys(n for node, _ in write.nodes for n in node.path() if n.stored))
+        found = self._has([_key(node, ObjectKind.PAGE) for node in path])
+        for node, there in zip(path, found, strict=False):  # none is found if it went away
+            if not there:
+                node.stored = False
+                if node.mirror != NO_PAGE:
+                    self.queue(node, ObjectKind.PAGE)
+                self._tree.prune(node)
 
     def _back_off(self, why: str) -> None:
         self._retry_at = time.monotonic() + self._limits.retry_after_s

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from dsv4_tierd.tiering.hot_set import C4Rows
 from dsv4_tierd.tiering.pages import PagePool
 from dsv4_tierd.tiering.radix import NO_PAGE, Node, RadixTree, Tier
-from dsv4_tierd.tiering.resume import ResumePoints
+
+if TYPE_CHECKING:  # they hold tensors; the order of eviction does not
+    from dsv4_tierd.tiering.hot_set import C4Rows
+    from dsv4_tierd.tiering.resume import ResumePoints
 
 
 @dataclass(slots=True)

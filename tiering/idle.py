@@ -1,4 +1,4 @@
-"""Idle tails: shared by counting, taken over or copied by whoever runs next, packed under pressure."""
+"""Idle tails: shared by counting, taken over by whoever runs next, packed under pressure."""
 
 from __future__ import annotations
 

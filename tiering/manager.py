@@ -20,6 +20,7 @@ import torch
 
 from dsv4_tierd.kernels.layout import PageLayout
 from dsv4_tierd.kernels.tail_layout import TailLayout
+from dsv4_tierd.tiering.admit import admit
 from dsv4_tierd.tiering.blocks import BLOCK_TOKENS, Transcript, chain_root
 from dsv4_tierd.tiering.coordinator import Coordinator
 from dsv4_tierd.tiering.errors import ExceedsCapacity, HostPoolExhausted, TierError, TransferFailed
@@ -32,7 +33,7 @@ from dsv4_tierd.tiering.plan import C4_ROWS_PER_PAGE, Plan
 from dsv4_tierd.tiering.radix import NO_PAGE, Node, RadixTree
 from dsv4_tierd.tiering.replay import Start, choose_start, replay_tokens
 from dsv4_tierd.tiering.resume import ResumePoints
-from dsv4_tierd.tiering.sequence import Reservation, Reused, Sequence, page_table
+from dsv4_tierd.tiering.sequence import Reused, Sequence, page_table
 from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, PrefixStore
 from dsv4_tierd.tiering.tails import Tail, TailPool, split_packed
 
@@ -59,9 +60,7 @@ class TierManager:
     def __init__(self, config: TierConfig, store: PrefixStore | None = None) -> None:
         plan, device = config.plan, config.device
         self.config = config
-        self.replay = replay_tokens(
-            config.tail.window, config.replay_layers
-        )
+        self.replay = replay_tokens(config.tail.window, config.replay_layers)
         self.tree = RadixTree()
         self.memory = PageMemory(config.pages, plan.mirror_pages, plan.device_pages, device)
         self.mirror_pool = PagePool("mirror", plan.mirror_pages)
@@ -97,9 +96,6 @@ class TierManager:
             return []
         hashes = transcript.hashes[: tokens // BLOCK_TOKENS]
         path = self.tree.match(hashes)
-        if not self.coordinator.up:
-            resident = next((i for i, node in enumerate(path) if node.mirror == NO_PAGE), len(path))
-            return path[:resident]
         rest = hashes[len(path) :]
         for key in rest[: self.coordinator.known(tenant, rest)]:
             node = self.tree.nodes.get(key) or self.tree.add(
@@ -107,6 +103,10 @@ class TierManager:
             )
             node.stored = True
             path.append(node)
+        io = self.coordinator
+        for i, node in enumerate(path):
+            if node.mirror == NO_PAGE and not io.reachable(node, ObjectKind.PAGE):
+                return path[:i]
         return path
 
     def lookup(self, transcript: Transcript, tenant: str) -> tuple[Start, Reused]:
@@ -120,13 +120,21 @@ class TierManager:
         for node in path[-(self.replay // 2 // BLOCK_TOKENS + 1) :]:
             if node.resume == NO_PAGE and not node.resume_stored:
                 node.resume_stored = self.coordinator.has_point(node)
-        return choose_start(path, self.replay)
+        return choose_start(path, self.replay, self._can_start_at)
+
+    def _can_start_at(self, node: Node) -> bool:
+        """Whether the resume point of a node is here, or can be read now."""
+        return node.resume != NO_PAGE or (
+            node.resume_stored
+            and self.points.can_take
+            and self.coordinator.reachable(node, ObjectKind.RESUME)
+        )
 
     # ------------------------------------------------------------ opening
     def open(
         self, transcript: Transcript, tenant: str, tail: Tail | None, reserve_tokens: int
     ) -> Sequence:
-        """Start a sequence whose tokens are all of ``transcript``, of which at least one is computed.
+        """Start a sequence on ``transcript``, at least whose last token is computed.
 
         Reserves every page up to ``reserve_tokens``. ``tail``: an idle tail of exactly this
         transcript's first ``tail.position`` tokens; it is consumed if the start uses it.
@@ -134,8 +142,8 @@ class TierManager:
         """
         if reserve_tokens > self.config.plan.context_tokens:
             raise ExceedsCapacity(
-                f"{reserve_tokens} tokens (prompt and max_tokens) exceed the {self.config.plan.context_tokens} "
-                "that the budgets hold"
+                f"{reserve_tokens} tokens (prompt and max_tokens) exceed the "
+                f"{self.config.plan.context_tokens} that the budgets hold"
             )
         if not self.config.reuse:
             transcript = Transcript(os.urandom(32), transcript.tokens)
@@ -167,24 +175,17 @@ class TierManager:
         leaf = path[-1] if path else root
         self.tree.hold(leaf)
         total = -(-reserve // BLOCK_TOKENS)
-        unfinished = total - len(path)
-        mirror_need = unfinished + sum(
-            node.mirror == NO_PAGE and not self.coordinator.in_flight(node, ObjectKind.PAGE)
-            for node in path
-        )
-        device_need = unfinished + sum(node.device == NO_PAGE for node in path)
-        reservation = Reservation()
-        if self.mirror_pool.reserve(mirror_need):
-            reservation.mirror = mirror_need
-            if self.device_pool.reserve(device_need):
-                reservation.device = device_need
-        if reservation.device != device_need or reservation.mirror != mirror_need:
-            self.mirror_pool.unreserve(reservation.mirror)
-            self.tree.release(leaf)
-            raise HostPoolExhausted(
-                f"{mirror_need} host and {device_need} device pages are needed, "
-                f"{self.mirror_pool.available} and {self.device_pool.available} are available"
+        try:
+            reservation = admit(
+                path,
+                total,
+                self.mirror_pool,
+                self.device_pool,
+                lambda node: self.coordinator.in_flight(node, ObjectKind.PAGE),
             )
+        except HostPoolExhausted:
+            self.tree.release(leaf)
+            raise
         seq = Sequence(
             transcript=transcript,
             tenant=tenant,
@@ -247,7 +248,6 @@ class TierManager:
                 self.memory.restore(node.mirror, node.device)
             seq.mirror[i], seq.device[i] = node.mirror, node.device
         seq.page_count = len(seq.path)
-        seq.rolling_slot = self.points.take()
         if seq.tail is not None:
             self._begin_from_tail(seq, seq.tail)
         else:
@@ -257,6 +257,7 @@ class TierManager:
                 self.config.tail.restore(point, seq.position, self.tails.slots[seq.tail_slot])
             else:
                 self.tails.clear(seq.tail_slot)
+        seq.rolling_slot = self.points.take()  # last: it may evict the point just read
         seq.tail_from = seq.page_start_entry
         return True
 
@@ -341,7 +342,7 @@ class TierManager:
         seq.tail_slot, self.scratch_slot = self.scratch_slot, seq.tail_slot
 
     def commit(self, seq: Sequence, upto: int, decoded: bool) -> None:
-        """Tokens up to ``upto`` are computed. Finished pages enter the tree and are written back."""
+        """Tokens up to ``upto`` are computed: finished pages are written back, enter the tree."""
         seq.position = upto
         seq.tail_dirty = seq.tail_dirty or decoded
         while len(seq.path) < upto // BLOCK_TOKENS and upto > seq.emit_from:
@@ -408,7 +409,7 @@ class TierManager:
 
     # ------------------------------------------------------------ closing
     def close(self, seq: Sequence, keep_tail: bool = True) -> Tail | None:
-        """End a sequence in any state; returns its tail if it can be continued from and is wanted."""
+        """End a sequence in any state; returns its tail if it can be continued from."""
         assert not seq.closed
         seq.closed = True
         self.running.remove(seq)

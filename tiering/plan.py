@@ -74,7 +74,8 @@ def plan(model: ModelSizes, budgets: Budgets) -> Plan:
         if budgets.hot_rows is not None:
             if budgets.hot_rows < minimum:
                 raise ExceedsCapacity(
-                    f"hot rows {budgets.hot_rows} < 2 x batch x top-k = {minimum}: a step could not hold its rows"
+                    f"hot rows {budgets.hot_rows} < 2 x batch x top-k = {minimum}: "
+                    "a step could not hold its rows"
                 )
             minimum = budgets.hot_rows
         fixed += tail_slots * TAIL_C4_ROWS * model.c4_layers * model.row_bytes
@@ -156,8 +157,9 @@ class _HostSplit:
         pages = left // model.mirror_page_bytes
         if pages < 2:
             raise ExceedsCapacity(
-                f"host budget {budgets.host_bytes} B holds no session: {resume_slots} resume points need "
-                f"{resume_slots * model.resume_bytes} B and two pages {2 * model.mirror_page_bytes} B"
+                f"host budget {budgets.host_bytes} B holds no session: {resume_slots} resume points "
+                f"need {resume_slots * model.resume_bytes} B and two pages "
+                f"{2 * model.mirror_page_bytes} B"
             )
         return cls(pages, resume_slots, tail_bytes)
 

@@ -12,7 +12,7 @@ come from somewhere, exactly. Three ways, the cheapest is taken:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
@@ -47,18 +47,23 @@ class Start:
         return self.reused - self.begin
 
 
-def choose_start(path: Sequence[Node], replay: int) -> Start:
-    """The cheapest exact start after matching ``path`` (root first). ``replay``: R in tokens."""
+def has_point(node: Node) -> bool:
+    """Whether a resume point stands at the end of this block, in memory or stored."""
+    return node.resume != NO_PAGE or node.resume_stored
+
+
+def choose_start(
+    path: Sequence[Node], replay: int, usable: Callable[[Node], bool] = has_point
+) -> Start:
+    """The cheapest exact start after matching ``path`` (root first).
+
+    ``replay``: R in tokens. ``usable``: whether a node's resume point can be had now.
+    """
     reused = len(path) * BLOCK_TOKENS
-    point = next((node for node in reversed(path) if has_point(node)), None)
+    point = next((node for node in reversed(path) if usable(node)), None)
     from_point = reused - point.depth * BLOCK_TOKENS if point is not None else reused
     if reused > replay and from_point > replay // 2:
         return Start(reused, reused - replay, None, triangle=True)
     if point is None:
         return Start(reused, 0, None, triangle=False)
     return Start(reused, reused - from_point, point, triangle=False)
-
-
-def has_point(node: Node) -> bool:
-    """Whether a resume point stands at the end of this block, in memory or stored."""
-    return node.resume != NO_PAGE or node.resume_stored

@@ -48,6 +48,11 @@ class ResumePoints:
         """Rolling slots of running sequences and loads in flight."""
         return len(self._taken)
 
+    @property
+    def can_take(self) -> bool:
+        """Whether ``take`` would find a slot."""
+        return bool(self._free or self._owners)
+
     def slot(self, number: int) -> Tensor:
         """[resume_bytes] uint8 view."""
         return self.slots[number]

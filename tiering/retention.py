@@ -69,7 +69,8 @@ class Retention:
         fresh = sum(1 for node in path if not node.pins)
         if self.pinned_pages + fresh > self.pin_pages_max:
             raise PinBudgetExhausted(
-                f"{fresh} more pages on {self.pinned_pages} pinned exceed the budget of {self.pin_pages_max}"
+                f"{fresh} more pages on {self.pinned_pages} pinned exceed the budget of "
+                f"{self.pin_pages_max}"
             )
         leaf = path[-1] if path else self._manager.tree.root(tenant)
         self._manager.tree.pin(leaf)

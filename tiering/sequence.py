@@ -7,20 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dsv4_tierd.tiering.admit import Reservation
 from dsv4_tierd.tiering.blocks import BLOCK_TOKENS, Transcript
 from dsv4_tierd.tiering.hot_set import C4Place
 from dsv4_tierd.tiering.plan import C4_ROWS_PER_PAGE
 from dsv4_tierd.tiering.radix import NO_PAGE, Node
 from dsv4_tierd.tiering.replay import Start
 from dsv4_tierd.tiering.tails import Tail
-
-
-@dataclass(slots=True)
-class Reservation:
-    """Pages promised and not yet taken. Released whole at the end, whatever is left."""
-
-    mirror: int = 0
-    device: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class TailPool:
         self.slots[slot].zero_()
 
     def pack(self, slot: int, position: int, page: Tensor | None) -> bytes:
-        """The slot's bytes in use, and the unfinished page's mirror bytes ([mirror_bytes] or None)."""
+        """The slot's bytes in use, and the unfinished page's ([mirror_bytes] uint8, or None)."""
         ring_rows = position % C128_RING
         parts = [self.slots[slot, : self._fixed_bytes]]
         parts += [ring[slot, :ring_rows].reshape(-1).view(torch.uint8) for ring in self.c128_rings]
