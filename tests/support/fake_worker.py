@@ -18,6 +18,7 @@ import sys
 from typing import Any
 
 import msgspec
+
 from dsv4_tierd.engine.config import EngineConfig
 from dsv4_tierd.engine.messages import (
     Ack,
@@ -58,9 +59,10 @@ CONTEXT = 1 << 20
 
 
 def next_token(ids: list[int], seed: int = 0) -> int:
-    """ASCII letters' ids are low; any id >= 3 will do. Depends on every token before."""
-    digest = hashlib.blake2b(struct.pack(f"<{len(ids)}i", *ids) + bytes([seed % 251])).digest()
-    return 300 + int.from_bytes(digest[:4], "little") % 10_000
+    """Depends on the length and the last 64 tokens, which depend on those before them."""
+    near = ids[-64:]
+    data = struct.pack(f"<{len(near) + 1}i", len(ids), *near) + bytes([seed % 251])
+    return 300 + int.from_bytes(hashlib.blake2b(data).digest()[:4], "little") % 10_000
 
 
 def text_of(token: int) -> str:
