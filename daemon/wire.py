@@ -77,7 +77,9 @@ class Fork(Body):
 
 
 class Suspend(Body):
-    tier: Literal["host", "store"] = "store"
+    """``tier`` None: the store, or host memory where no store is configured."""
+
+    tier: Literal["host", "store"] | None = None
     cache_salt: str | None = None
 
 

@@ -180,12 +180,13 @@ async def fork(request: web.Request) -> web.Response:
 async def suspend(request: web.Request) -> web.Response:
     service = service_of(request)
     body = wire.decode(await request.read(), wire.Suspend)
+    tier = body.tier or ("host" if service.config.store == "none" else "store")
     session = session_of(request, body.cache_salt)
     service.bridge()  # what would fail at once is answered at once, not in an operation
     session.refuse_busy()
 
     async def work() -> dict[str, Any]:
-        await verbs.suspend(service, session, body.tier)
+        await verbs.suspend(service, session, tier)
         return session_json(session)
 
     return await long_verb(request, operation_on(session, "suspend"), work())
