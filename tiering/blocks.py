@@ -64,7 +64,7 @@ class Transcript:
         """Add tokens at the end; amortised O(new)."""
         end = self._length + len(tokens)
         if end > len(self._tokens) or self._shared:
-            grown = np.empty(max(end, len(self._tokens) * 3 // 2, 1024), np.int32)
+            grown = np.empty(max(end * 3 // 2, 1024), np.int32)
             grown[: self._length] = self.tokens
             self._tokens, self._shared = grown, False
         self._tokens[self._length : end] = tokens

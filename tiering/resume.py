@@ -107,4 +107,6 @@ class ResumePoints:
             and not has_point(ancestor)
         ):
             saved, ancestor = saved + BLOCK_TOKENS, ancestor.parent
-        return saved / (self._tree.clock - node.stamp + 1)
+        # A node that a sequence holds gets its stamp at the end; until then it is the newest.
+        age = 0 if node.refs else self._tree.clock - node.stamp + 1
+        return saved / (age + 1)

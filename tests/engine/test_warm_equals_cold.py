@@ -1,0 +1,151 @@
+"""A session that continues another's prefix, cut anywhere, computes what a cold run computes.
+
+Bits are equal where the window is restored from a resume point and chunks are cut alike;
+elsewhere sums run in another order: 1e-3 on logits of deviation 1.5 (measured: 2e-5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from engine_probe import Probe, largest_difference, shuffle_pools
+from small_models import Model, text
+from torch import Tensor
+from world import World
+
+from dsv4_tierd.engine import messages as m
+from dsv4_tierd.engine.model.dense import forward_dense
+
+TOLERANCE = 1e-3
+ANSWER_TOKENS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One request's outcome: first computed position, logits from there on, tokens, usage."""
+
+    first: int
+    logits: Tensor
+    token_ids: list[int]
+    usage: m.Usage
+
+
+class Watched:
+    """A world, and every logit of what runs in it."""
+
+    def __init__(self, model: Model, **settings: object) -> None:
+        self.world: World = model.world(**settings)
+        shuffle_pools(self.world, seed=11)
+        self.probe = Probe(self.world)
+
+    def run(self, words: list[int], session: str | None = None, salt: str = "") -> Run:
+        """Generate after ``words`` in a new session, or after adding them to an old one."""
+        session = session or self.world.open(salt=salt)
+        name = self.world.submit(session, words, ANSWER_TOKENS)
+        [answer] = self.world.run(name)
+        rows, usage = self.probe.rows[name], answer.usage
+        first = usage.prompt_tokens - usage.computed_tokens
+        known = self.probe.table(name, first, max(rows) + 1)
+        found = usage.device_tokens + usage.host_tokens + usage.store_tokens
+        assert found + usage.computed_tokens == usage.prompt_tokens
+        assert usage.computed_tokens >= 1, "the first answer token needs a token computed"
+        return Run(first, known, answer.token_ids, usage)
+
+
+def assert_equal_bits(warm: Run, cold: Run) -> None:
+    """What both computed is the same, bit for bit."""
+    assert warm.token_ids == cold.token_ids
+    assert torch.equal(warm.logits, cold.logits[warm.first - cold.first :])
+
+
+def assert_close(warm: Run, cold: Run) -> None:
+    assert warm.token_ids == cold.token_ids
+    both = cold.logits[warm.first - cold.first :]
+    assert largest_difference(warm.logits, both) <= TOLERANCE
+
+
+NARROW = [256, 257, 258, 259, 260, 319, 320, 321, 383, 384, 385, 386, 510, 511, 512, 513, 639, 768]
+WIDE = [256, 259, 384, 511, 513, 639]
+
+
+@pytest.mark.parametrize(("window", "cuts"), [(16, NARROW), (128, WIDE)], ids=["16", "128"])
+def test_second_session_on_a_resume_point(models, window, cuts) -> None:
+    """A new session on a prefix of any length starts at its last boundary, with a cold run's bits."""
+    model, words = models("SHCHCS", window), text(2, 800)
+    warm = Watched(model)
+    for cut in cuts:
+        salt = f"tenant {cut}"
+        warm.run(words[:cut], salt=salt)
+        again = words[:cut] + text(100 + cut, 30)
+        second = warm.run(again, salt=salt)
+        assert second.first == cut // 256 * 256 and second.usage.replayed_tokens == 0
+        assert_equal_bits(second, Watched(model, audit=False).run(again))
+    warm.world.settle()
+
+
+def test_every_residue(models) -> None:
+    """A fork continues a session of any length mod 256, exactly, whatever it is told next."""
+    model, words = models("CH", 16), text(3, 520)
+    watched = Watched(model, audit=False)
+    world, base = watched.world, watched.world.open()
+    world.run(world.submit(base, words[:255]))
+    for cut in range(256, 513):
+        world.run(world.submit(base, words[cut - 1 : cut]))  # the last word stays pending
+        added = text(200 + cut, 1 + cut % 9)
+        twin = watched.run(added, session=world.fork(base))
+        assert twin.first == cut - 1, "a fork starts where its source stands"
+        whole = torch.tensor(words[:cut] + added + twin.token_ids)
+        expected = forward_dense(model.transformer, whole)[twin.first : -1]
+        assert largest_difference(twin.logits, expected) <= TOLERANCE
+        assert twin.token_ids == expected[-ANSWER_TOKENS:].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("residue", range(4))
+@pytest.mark.parametrize("base", [256, 380, 508])
+def test_session_goes_on(models, base, residue) -> None:
+    """The same session, told more after an answer, computes what a cold run of it all computes."""
+    model, words = models("SHCHCS", 16), text(4, 600)
+    warm, cut = Watched(model), base + residue
+    session = warm.world.open()
+    first = warm.run(words[:cut], session)
+    added = text(5, 21)
+    second = warm.run(added, session)
+    assert second.first == cut + ANSWER_TOKENS - 1
+    assert_close(second, Watched(model).run(words[:cut] + first.token_ids + added))
+
+
+LENGTHS = sorted(k * p + d for p in (4, 64, 128, 256) for k in (1, 2, 3) for d in (-1, 0, 1))
+
+
+def test_full_hits(models) -> None:
+    """The same prompt twice, of lengths around every border: the answer has the same bits."""
+    model, words = models("SHCHCS", 16), text(6, 800)
+    warm = Watched(model)
+    for length in dict.fromkeys(LENGTHS):
+        salt = f"tenant {length}"
+        cold = warm.run(words[:length], salt=salt)
+        assert cold.first == 0 and cold.usage.miss_reason == "nothing_cached"
+        hit = warm.run(words[:length], salt=salt)
+        assert hit.first == (length - 1) // 256 * 256
+        # Of a text of whole blocks the last one is computed again, and only its end is a resume
+        # point: the window before it is replayed, in other chunks than the cold run's.
+        same = hit.usage.replayed_tokens == 0
+        assert same or length in (512, 768)
+        (assert_equal_bits if same else assert_close)(hit, cold)
+    warm.world.settle()
+
+
+@pytest.mark.parametrize("length", [4095, 4096, 4097])
+def test_long_full_hits(models, length) -> None:
+    """A prompt of sixteen blocks, one token less or more, is as exact the second time."""
+    model, words = models("CSH", 16, yarn_original=512), text(7, length)
+    warm = Watched(model, chunk_tokens=512, audit=False)
+    cold = warm.run(words)
+    expected = forward_dense(model.transformer, torch.tensor(words + cold.token_ids))[:-1]
+    assert largest_difference(cold.logits, expected) <= TOLERANCE
+    hit = warm.run(words)
+    assert hit.first == (length - 1) // 256 * 256
+    assert (hit.usage.replayed_tokens > 0) == (length == 4096)  # see test_full_hits
+    assert_close(hit, cold)

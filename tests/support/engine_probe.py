@@ -1,0 +1,91 @@
+"""Watches an engine from inside: every logit it computes, and pools dealt out in random order."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+from world import World
+
+from dsv4_tierd.engine.runner import Chunk
+from dsv4_tierd.tiering.pages import PagePool
+from dsv4_tierd.tiering.sequence import Sequence
+
+
+class Probe:
+    """Logits of a world's requests, by request and position, and where its chunks were cut.
+
+    ``rows[request][p]``: [vocab] fp32, what the engine thinks of the token after token ``p``.
+    ``chunks[request]``: (first, stop) of every chunk of prefill. ``decoded``: decode steps' rows.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        self.chunks: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        self.decoded: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        self._engine, runner = world.engine, world.engine.runner
+        self._finish, self._decode = runner.finish, runner.decode
+        runner.finish, runner.decode = self.finish, self.decode  # type: ignore[method-assign]
+
+    def finish(self, chunk: Chunk, want_logits: bool) -> Tensor | None:
+        name, first = self._name(chunk.seq), chunk.seq.position
+        logits = self._finish(chunk, want_logits)
+        with torch.no_grad():
+            every = self._engine.runner.model.logits(chunk.x)
+        # The last row as the engine itself computes it: its bits are what is drawn from.
+        self.rows[name] |= dict(zip(range(chunk.first, chunk.stop), every, strict=True))
+        if logits is not None:
+            self.rows[name][chunk.stop - 1] = logits
+        self.chunks[name].append((first, chunk.stop))
+        return logits
+
+    def decode(self, seqs: Seq[Sequence]) -> Tensor:
+        places = [(self._name(seq), seq.position) for seq in seqs]
+        logits = self._decode(seqs)
+        for (name, position), row in zip(places, logits, strict=True):
+            self.rows[name][position] = self.decoded[name][position] = row.clone()
+        return logits
+
+    def table(self, name: str, first: int, stop: int) -> Tensor:
+        """[stop - first, vocab]: a request's logits at these positions, all of which it computed."""
+        return torch.stack([self.rows[name][position] for position in range(first, stop)])
+
+    def _name(self, seq: Sequence) -> str:
+        return next(r.id for r in self._engine.scheduler.running if r.seq is seq)
+
+
+def shuffle_pools(world: World, seed: int) -> None:
+    """Deal pages, tail slots and resume slots in random orders, the two page pools differently.
+
+    A page number of one pool then means nothing in the other, so one used in the place of the
+    other cannot be right by luck.
+    """
+    draw = random.Random(seed)
+    tiers = world.tiers
+    for pool in (tiers.mirror_pool, tiers.device_pool):
+        _deal_at_random(pool, random.Random(draw.random()))
+    draw.shuffle(tiers.tails.free_slots())
+    draw.shuffle(tiers.points.free_slots())
+
+
+def _deal_at_random(pool: PagePool, draw: random.Random) -> None:
+    """Make every later ``take`` hand out a random free page."""
+    take, free = pool.take, pool._free
+
+    def taken() -> int:
+        if free:
+            # The pool pops its first entry; any order is a valid set of free pages.
+            at = draw.randrange(len(free))
+            free[0], free[at] = free[at], free[0]
+        return take()
+
+    pool.take = taken  # type: ignore[method-assign]
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    """The largest |a - b|; infinite if either holds a NaN."""
+    difference = (a - b).abs().max()
+    return float(difference) if bool(torch.isfinite(difference)) else float("inf")

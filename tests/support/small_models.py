@@ -1,0 +1,29 @@
+"""Small models to run engines over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from world import World
+
+from dsv4_tierd.engine.model.transformer import Transformer
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A checkpoint folder and the model loaded from it. Neither is to be written to."""
+
+    folder: Path
+    transformer: Transformer
+
+    def world(self, **settings: object) -> World:
+        """A new engine over this model."""
+        return World(self.transformer, self.folder, identity=bytes(32), **settings)  # type: ignore[arg-type]
+
+
+def text(seed: int, count: int, vocab: int = 512) -> list[int]:
+    """Random token ids; eos (1) is as likely as any other."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab, (count,), generator=generator).tolist()
