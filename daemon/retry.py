@@ -21,7 +21,9 @@ class RetryPolicy:
     first_s: float = 0.25
     max_s: float = 8.0
 
-    def allows(self, attempt: int, *, status: int | None, forbidden: bool, repeatable: bool) -> bool:
+    def allows(
+        self, attempt: int, *, status: int | None, forbidden: bool, repeatable: bool
+    ) -> bool:
         """``attempt`` 0 is the first. ``status`` None: the connection broke."""
         if attempt >= self.max_retries or forbidden:
             return False

@@ -1,0 +1,279 @@
+"""``dsv4-tierd``: serve, demo, and everything that one asks a running daemon.
+
+Exit codes: 0 well, 1 an error, 2 wrong usage, 3 not found, 4 no capacity.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dsv4_tierd.daemon.cli_store import store_app
+from dsv4_tierd.daemon.client import AsyncTierd
+from dsv4_tierd.daemon.client_errors import CapacityError, SessionNotFoundError, TierdError
+
+app = typer.Typer(
+    name="dsv4-tierd",
+    help="A long-context memory-tiering service for DeepSeek-V4.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+session_app = typer.Typer(help="Sessions of a running daemon.", no_args_is_help=True)
+prefix_app = typer.Typer(help="Cached prefixes of a running daemon.", no_args_is_help=True)
+app.add_typer(session_app, name="session")
+app.add_typer(prefix_app, name="prefix")
+app.add_typer(store_app, name="store")
+
+out, err = Console(), Console(stderr=True)
+
+FAILED, USAGE, NOT_FOUND, NO_CAPACITY = 1, 2, 3, 4
+Url = Annotated[str | None, typer.Option("--url", envvar="TIERD_BASE_URL", help="The daemon.")]
+ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="TIERD_API_KEY")]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+def ask(url: str | None, key: str | None, work: Callable[[AsyncTierd], Awaitable[Any]]) -> Any:
+    """Run one conversation with a daemon; its errors become exit codes."""
+
+    async def run() -> Any:
+        async with AsyncTierd(url, key) as tierd:
+            return await work(tierd)
+
+    try:
+        return asyncio.run(run())
+    except TierdError as error:
+        err.print(f"[red]{error.code or 'error'}[/red]: {error.message}", highlight=False)
+        kinds = ((SessionNotFoundError, NOT_FOUND), (CapacityError, NO_CAPACITY))
+        code = next((code for kind, code in kinds if isinstance(error, kind)), FAILED)
+        raise typer.Exit(NOT_FOUND if error.status == 404 else code) from error
+
+
+def show(data: Any, as_json: bool, draw: Callable[[Any], Any] | None = None) -> None:
+    if as_json or draw is None:
+        sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    else:
+        out.print(draw(data))
+
+
+@app.command()
+def serve(
+    model: Annotated[str | None, typer.Option(help="Folder of the checkpoint.")] = None,
+    host: Annotated[str | None, typer.Option(help="127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(help="8100; 0 for a free one")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
+    store: Annotated[str | None, typer.Option(help="none or disk:PATH")] = None,
+    tiering: Annotated[str | None, typer.Option(help="hisparse, resident or off")] = None,
+    device_budget: Annotated[str | None, typer.Option(help="1GiB")] = None,
+    host_budget: Annotated[str | None, typer.Option(help="a quarter of the memory")] = None,
+    pin_budget: Annotated[str | None, typer.Option(help="half of host-budget")] = None,
+    resume_budget: Annotated[str | None, typer.Option(help="an eighth of host-budget")] = None,
+    store_budget: Annotated[str | None, typer.Option(help="64GiB")] = None,
+    hot_rows: Annotated[int | None, typer.Option(help="what device-budget allows")] = None,
+    idle_tails: Annotated[int | None, typer.Option(help="64")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="auto, fp8, bf16 or fp32")] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(help="512")] = None,
+    max_batch: Annotated[int | None, typer.Option(help="8")] = None,
+    queue_max: Annotated[int | None, typer.Option(help="64")] = None,
+    max_tokens_default: Annotated[int | None, typer.Option(help="8192")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name in the API.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Journal and lock.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="One key a line.")] = None,
+    drain_s: Annotated[float | None, typer.Option(help="30")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with the same keys.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Serve a checkpoint until SIGTERM. Every flag is also a key of --config, and DSV4_TIERD_*."""
+    from dsv4_tierd.daemon.cli_serve import run_serve
+
+    flags = {k: v for k, v in locals().items() if k not in ("config", "as_json", "run_serve")}
+    raise typer.Exit(run_serve(flags, config, as_json, err))
+
+
+@app.command()
+def status(url: Url = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """Whether the daemon is ready, its sessions by state, and its tiers."""
+
+    async def work(tierd: AsyncTierd) -> Any:
+        found = {"ready": await tierd.ready()}
+        if found["ready"]["ready"]:
+            found["tiers"] = await tierd.call("GET", "/v1/tiers")
+        states: dict[str, int] = {}
+        async for session in tierd.sessions.list(page=1000):
+            states[session.state] = states.get(session.state, 0) + 1
+        return found | {"sessions": states}
+
+    def draw(data: Any) -> Table:
+        table = Table("what", "value", title=f"{data['ready']['state']}")
+        for state, count in data["sessions"].items():
+            table.add_row(f"sessions {state}", str(count))
+        for name, value in data.get("tiers", {}).get("gauges", {}).items():
+            table.add_row(name, f"{value:g}")
+        return table
+
+    found = ask(url, api_key, work)
+    show(found, as_json, draw)
+    raise typer.Exit(0 if found["ready"]["ready"] else FAILED)
+
+
+@app.command()
+def drain(url: Url = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """Let requests end, write sessions to the store, stop the daemon."""
+    show(ask(url, api_key, lambda t: t.call("POST", "/admin/drain")), as_json)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """What this machine has, and what each lack costs."""
+    from dsv4_tierd.daemon.doctor import examine
+
+    found = examine()
+
+    def draw(_: Any) -> Table:
+        table = Table("check", "found", "what its lack costs")
+        for check in found:
+            mark = "[green]ok[/green]" if check.good else "[yellow]lacking[/yellow]"
+            table.add_row(f"{mark} {check.name}", check.found, "" if check.good else check.cost)
+        return table
+
+    show([check.as_dict() for check in found], as_json, draw)
+
+
+@app.command("make-checkpoint")
+def make_checkpoint_command(
+    folder: Path,
+    preset: Annotated[str, typer.Option(help="Sizes.")] = "tiny",
+    seed: Annotated[int, typer.Option(help="Same seed, same bytes.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Write a random-weight DeepSeek-V4 in the official format."""
+    from dsv4_tierd.engine.model.checkpoint import PRESETS, make_checkpoint
+
+    if preset not in PRESETS:
+        raise typer.BadParameter(f"presets: {', '.join(PRESETS)}", param_hint="--preset")
+    made = make_checkpoint(folder, preset, seed)
+    size = sum(f.stat().st_size for f in made.iterdir())
+    show({"folder": str(made), "preset": preset, "seed": seed, "bytes": size}, as_json)
+
+
+@app.command()
+def demo(
+    tokens: Annotated[int, typer.Option(help="Tokens of source code to load.")] = 32_768,
+    answer_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 24,
+    model: Annotated[
+        Path | None, typer.Option(help="Another checkpoint than the tiny one.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    keep: Annotated[Path | None, typer.Option(help="Keep state, store and logs here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The whole job on a tiny checkpoint: load, fork, suspend, kill, resume, prove."""
+    from dsv4_tierd.daemon.demo import DemoPlan, run_demo
+
+    plan = DemoPlan(tokens, answer_tokens, model, device, keep)
+    raise typer.Exit(asyncio.run(run_demo(plan, as_json=as_json, console=out)))
+
+
+def _sessions_table(sessions: list[dict[str, Any]]) -> Table:
+    table = Table("id", "state", "tokens", "pinned")
+    for session in sessions:
+        pinned = "" if session["pin"] is None else session["pin"]["tier"]
+        table.add_row(session["id"], session["state"], f"{session['tokens']:,}", pinned)
+    return table
+
+
+@session_app.command("ls")
+def session_ls(
+    state: str | None = None, url: Url = None, api_key: ApiKey = None, as_json: AsJson = False
+) -> None:
+    """All sessions."""
+
+    async def work(tierd: AsyncTierd) -> Any:
+        return [session.info async for session in tierd.sessions.list(state=state)]
+
+    show(ask(url, api_key, work), as_json, _sessions_table)
+
+
+@session_app.command("show")
+def session_show(id: str, url: Url = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """One session, with where its pages lie."""
+
+    async def work(tierd: AsyncTierd) -> Any:
+        session = await tierd.sessions.get(id)
+        return session.info | {"residency": await session.residency()}
+
+    show(ask(url, api_key, work), as_json)
+
+
+def _verb(name: str, help: str) -> None:
+    @session_app.command(name, help=help)
+    def command(id: str, url: Url = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+        async def work(tierd: AsyncTierd) -> Any:
+            session = await tierd.sessions.get(id)
+            await getattr(session, name)()
+            return session.info
+
+        show(ask(url, api_key, work), as_json, lambda data: _sessions_table([data]))
+
+
+for _name, _help in (
+    ("suspend", "Write a session down."),
+    ("resume", "Bring a session back to the device."),
+    ("pin", "Promise its pages host memory."),
+    ("unpin", "Withdraw the promise."),
+):
+    _verb(_name, _help)
+
+
+@session_app.command("fork")
+def session_fork(
+    id: str,
+    new_id: str | None = None,
+    at: Annotated[int | None, typer.Option(help="Tokens to keep; all if not given.")] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """A session with the same words."""
+
+    async def work(tierd: AsyncTierd) -> Any:
+        return (await (await tierd.sessions.get(id)).fork(new_id, at)).info
+
+    show(ask(url, api_key, work), as_json, lambda data: _sessions_table([data]))
+
+
+@session_app.command("rm")
+def session_rm(id: str, url: Url = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """Delete a session and what only it had stored."""
+
+    async def work(tierd: AsyncTierd) -> Any:
+        await tierd.sessions.delete(id)
+        return {"id": id, "deleted": True}
+
+    show(ask(url, api_key, work), as_json)
+
+
+@prefix_app.command("lookup")
+def prefix_lookup(
+    file: Annotated[Path, typer.Argument(help="A text file, or - for standard input.")],
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """How many tokens of a text are cached, and in which tier."""
+    text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    show(ask(url, api_key, lambda t: t.prefixes.lookup(text=text)), as_json)
+
+
+def main() -> None:
+    """The console script."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
+    app()

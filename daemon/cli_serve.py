@@ -1,0 +1,66 @@
+"""``dsv4-tierd serve``: settings in, a daemon until SIGTERM, an exit code out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+
+from dsv4_tierd.daemon.app import serve
+from dsv4_tierd.daemon.config import BadConfig, ServeConfig, load_config
+from dsv4_tierd.daemon.service import Service
+from dsv4_tierd.daemon.worker import WorkerFailed
+from dsv4_tierd.tiering.errors import TierError
+from dsv4_tierd.tiering.units import format_bytes
+
+
+def run_serve(flags: Mapping[str, Any], file: Path | None, as_json: bool, err: Console) -> int:
+    """Exit code: 0 drained, 1 could not serve, 2 wrong settings."""
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        force=True,
+    )
+    try:
+        config = load_config(flags, file)
+    except BadConfig as error:
+        err.print(f"[red]{error.message}[/red]", highlight=False)
+        return 2
+
+    async def announce(service: Service, port: int) -> None:
+        await service.worker.wait_ready()
+        _say_ready(service, config, port, as_json)
+
+    try:
+        uvloop.run(serve(config, on_listening=announce))
+    except (TierError, OSError) as error:
+        err.print(f"[red]{error}[/red]", highlight=False)
+        return 1
+    except ExceptionGroup as group:
+        failed = group.subgroup((TierError, OSError, WorkerFailed))
+        if failed is None or failed.exceptions != group.exceptions:
+            raise
+        for one in failed.exceptions:
+            err.print(f"[red]{one}[/red]", highlight=False)
+        return 1
+    return 0
+
+
+def _say_ready(service: Service, config: ServeConfig, port: int, as_json: bool) -> None:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    url = f"http://{host}:{port}"
+    plan = dict(service.model.plan)
+    if as_json:
+        line = {"url": url, "model": service.model.model_id, "plan": plan}
+        sys.stdout.write(json.dumps(line) + "\n")
+    else:
+        lines = [f"  {name:<24}{format_bytes(size):>12}" for name, size in plan.items()]
+        sys.stdout.write("\n".join(["pools:", *lines, f"ready: {url}"]) + "\n")
+    sys.stdout.flush()

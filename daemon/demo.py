@@ -1,0 +1,337 @@
+"""``dsv4-tierd demo``: the whole job on a tiny checkpoint, with a table and a proof at the end.
+
+Loads the installed Python's own source code, forks four agents, streams their answers,
+suspends them, kills the engine with SIGKILL, resumes, goes on; then does the same questions on
+a second daemon with tiering off and compares every token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dsv4_tierd.daemon.client import AsyncTierd, Session
+from dsv4_tierd.tiering.units import format_bytes
+
+QUESTIONS = (
+    "Where could two threads race here? Name the function.",
+    "Which function has the most branches, and how would you split it?",
+    "List every exception that a caller must expect.",
+    "Write a test for the least obvious behaviour in this code.",
+)
+SYSTEM = "You are a code reviewer. Below is a part of a repository.\n"
+FOLLOW_UP = "And what would you change first?"
+READY_S = 600.0
+STOP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPlan:
+    """What the demo is asked to do. ``model`` None: the tiny checkpoint, made if need be."""
+
+    tokens: int
+    answer_tokens: int
+    model: Path | None
+    device: str
+    keep: Path | None
+
+
+@dataclass(slots=True)
+class Step:
+    """One row of the table. Bytes are the tiers' own gauges after the step."""
+
+    name: str
+    tokens: int = 0
+    computed: int = 0
+    device: int = 0
+    host: int = 0
+    store: int = 0
+    seconds: float = 0.0
+    bytes_by_tier: dict[str, float] = field(default_factory=dict)
+
+    def count(self, usage: dict[str, Any]) -> None:
+        tiers = usage["cached_tokens_details"]
+        self.tokens += usage["prompt_tokens"] + usage["completion_tokens"]
+        self.computed += usage["computed_tokens"]
+        self.device += tiers["device"]
+        self.host += tiers["host"]
+        self.store += tiers["store"]
+
+
+class DemoFailed(Exception):
+    """Something that must not happen; the message says what."""
+
+
+def tiny_checkpoint() -> Path:
+    """The cached tiny checkpoint; made at the first call."""
+    base = os.environ.get("DSV4_TIERD_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    cache = Path(base) if base else Path.home() / ".cache"
+    folder = cache / "dsv4-tierd" / "tiny-seed0"
+    if not (folder / "config.json").is_file():
+        from dsv4_tierd.engine.model.checkpoint import make_checkpoint
+
+        making = folder.with_name(f"tiny-making-{os.getpid()}")
+        make_checkpoint(making, "tiny", 0)
+        making.replace(folder)
+    return folder
+
+
+def source_code(characters: int) -> str:
+    """Real text: modules of the standard library, in order of name."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    pieces, size = [], 0
+    for path in sorted(folder.glob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        pieces.append(f"# file: {path.name}\n{text}\n")
+        size += len(text)
+        if size >= characters:
+            break
+    return "".join(pieces)
+
+
+@asynccontextmanager
+async def daemon(
+    plan: DemoPlan, model: Path, folder: Path, tiering: str
+) -> AsyncIterator[AsyncTierd]:
+    """A daemon as its own process on a free port; stopped with SIGTERM."""
+    folder.mkdir(parents=True, exist_ok=True)
+    store = f"disk:{folder / 'store'}" if tiering != "off" else "none"
+    arguments = {
+        "--model": str(model), "--port": "0", "--device": plan.device, "--tiering": tiering,
+        "--store": store, "--state-dir": str(folder / "state"), "--device-budget": "256MiB",
+        "--host-budget": "2GiB", "--store-budget": "4GiB",
+    }  # fmt: skip
+    flat = [part for pair in arguments.items() for part in pair]
+    log = (folder / "daemon.log").open("ab")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "from dsv4_tierd.daemon.cli import main; main()", "serve", "--json",
+        *flat, stdout=asyncio.subprocess.PIPE, stderr=log,
+    )  # fmt: skip
+    log.close()
+    try:
+        assert process.stdout is not None
+        line = await asyncio.wait_for(process.stdout.readline(), READY_S)
+        if not line:
+            raise DemoFailed(f"the daemon did not start; its log is {folder / 'daemon.log'}")
+        async with AsyncTierd(json.loads(line)["url"], max_retries=8) as tierd:
+            yield tierd
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), STOP_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+class Story:
+    """The demo's steps on the tiered daemon; ``answers`` is what must be equal in the end."""
+
+    def __init__(self, plan: DemoPlan, tierd: AsyncTierd, text: str, progress: Progress) -> None:
+        self.plan = plan
+        self.tierd = tierd
+        self.text = text
+        self.progress = progress
+        self.steps: list[Step] = []
+        self.answers: list[list[int]] = []
+
+    @asynccontextmanager
+    async def step(self, name: str) -> AsyncIterator[Step]:
+        step = Step(name)
+        started_s = time.monotonic()
+        yield step
+        step.seconds = time.monotonic() - started_s
+        gauges = (await self.tierd.call("GET", "/v1/tiers"))["gauges"]
+        step.bytes_by_tier = {
+            tier: sum(v for k, v in gauges.items() if _is_bytes_of(tier, k))
+            for tier in ("device", "host", "store")
+        }
+        self.steps.append(step)
+
+    async def load(self) -> Session:
+        """The long prefix, computed once, with a bar."""
+        async with self.step("load source code") as step:
+            base = await self.tierd.sessions.create()
+            messages = [{"role": "system", "content": SYSTEM + self.text}]
+            operation = await self.tierd.call(
+                "POST", f"/v1/sessions/{base.id}/append", {"messages": messages}
+            )
+            bar = self.progress.add_task("prefill", total=None)
+            while operation["state"] == "running":
+                await asyncio.sleep(0.2)
+                operation = await self.tierd.operations.get(operation["id"])
+                if done := operation["progress"]:
+                    self.progress.update(bar, completed=done["done"], total=done["total"])
+            if operation["error"]:
+                raise DemoFailed(operation["error"]["message"])
+            usage = operation["result"]["usage"]
+            self.progress.update(
+                bar, completed=usage["prompt_tokens"], total=usage["prompt_tokens"]
+            )
+            step.count(usage)
+            return await base.refresh()
+
+    async def ask(self, agents: list[Session], prompts: tuple[str, ...], name: str) -> None:
+        """All agents at once, streamed."""
+        async with self.step(name) as step:
+            bar = self.progress.add_task(name, total=len(agents) * self.plan.answer_tokens)
+
+            def advance(count: int) -> None:
+                self.progress.advance(bar, count)
+
+            answered = await asyncio.gather(
+                *(
+                    stream(agent, prompt, self.plan.answer_tokens, advance)
+                    for agent, prompt in zip(agents, prompts, strict=True)
+                )
+            )
+            for ids, usage in answered:
+                self.answers.append(ids)
+                step.count(usage)
+
+    async def run(self) -> None:
+        base = await self.load()
+        async with self.step("fork four agents"):
+            agents = [await base.fork() for _ in QUESTIONS]
+        await self.ask(agents, QUESTIONS, "answer, in parallel")
+        async with self.step("suspend to the store"):
+            await asyncio.gather(*(agent.suspend("store") for agent in [*agents, base]))
+        await self.kill()
+        async with self.step("resume"):
+            await asyncio.gather(*(agent.resume() for agent in agents))
+        await self.ask(agents, (FOLLOW_UP,) * len(agents), "go on")
+
+    async def kill(self) -> None:
+        async with self.step("kill -9 the engine, restart"):
+            pid = (await self.tierd.ready())["engine_pid"]
+            os.kill(pid, signal.SIGKILL)
+            while (found := await self.tierd.ready())["engine_pid"] in (pid, None):
+                await asyncio.sleep(0.05)
+            if found["engine_restarts"] != 1:
+                raise DemoFailed(f"the engine was restarted {found['engine_restarts']} times")
+            await self.tierd.wait_ready(READY_S)
+
+
+def _is_bytes_of(tier: str, name: str) -> bool:
+    return name.startswith(f"{tier}_bytes") or (
+        f'tier="{tier}"' in name and name.split("{")[0].endswith("bytes")
+    )
+
+
+async def stream(
+    agent: Session, prompt: str, max_tokens: int, advance: Callable[[int], None]
+) -> tuple[list[int], dict[str, Any]]:
+    """One greedy answer of exactly ``max_tokens``, and its usage."""
+    ids: list[int] = []
+    async for event in agent.stream(prompt, max_tokens=max_tokens, ignore_eos=True):
+        ids += event.token_ids
+        advance(len(event.token_ids))
+        if event.result is not None:
+            return ids, event.result["usage"]
+    raise DemoFailed("a stream ended without its end")
+
+
+async def plain_answers(
+    plan: DemoPlan, tierd: AsyncTierd, text: str, bar: Progress
+) -> list[list[int]]:
+    """The same answers with tiering off: each agent on its own, nothing suspended or killed."""
+    base = await tierd.sessions.create(messages=[{"role": "system", "content": SYSTEM + text}])
+    task = bar.add_task("without tiering", total=2 * len(QUESTIONS) * plan.answer_tokens)
+    agents = [await base.fork() for _ in QUESTIONS]
+    answers: list[list[int]] = []
+    for prompts in (QUESTIONS, (FOLLOW_UP,) * len(QUESTIONS)):
+        found = await asyncio.gather(
+            *(
+                stream(agent, prompt, plan.answer_tokens, lambda n: bar.advance(task, n))
+                for agent, prompt in zip(agents, prompts, strict=True)
+            )
+        )
+        answers += [ids for ids, _ in found]
+    return answers
+
+
+def table_of(steps: list[Step]) -> Table:
+    """step, tokens, computed, reused by tier, seconds, bytes by tier."""
+    table = Table(
+        "step", "tokens", "computed", "device", "host", "store", "seconds",
+        "device bytes", "host bytes", "store bytes",
+        title="What each step computed, and what it found in which tier",
+    )  # fmt: skip
+    for step in steps:
+        counts = (step.tokens, step.computed, step.device, step.host, step.store)
+        sizes = (format_bytes(step.bytes_by_tier[t]) for t in ("device", "host", "store"))
+        table.add_row(step.name, *(f"{n:,}" for n in counts), f"{step.seconds:.2f}", *sizes)
+    return table
+
+
+async def run_demo(plan: DemoPlan, *, as_json: bool, console: Console) -> int:
+    """Exit code 0: every token was equal; 1: not, or the demo could not run."""
+    async with AsyncExitStack() as stack:
+        if plan.keep is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dsv4-tierd-")))
+        else:
+            folder = plan.keep
+        bars = Console(stderr=True) if as_json else console
+        progress = Progress(
+            TextColumn("{task.description:>22}"), BarColumn(), MofNCompleteColumn(),
+            TimeElapsedColumn(), console=bars,
+        )  # fmt: skip
+        try:
+            with progress:
+                steps, equal = await _tell(plan, folder, progress)
+        except DemoFailed as error:
+            bars.print(f"[red]{error}[/red]", highlight=False)
+            return 1
+    if as_json:
+        print(json.dumps({"equal": equal, "steps": [asdict(step) for step in steps]}, indent=2))
+    else:
+        console.print(table_of(steps))
+        verdict = (
+            "[green]Every token equals the run with --tiering off.[/green]"
+            if equal
+            else "[red]The answers differ from the run with --tiering off.[/red]"
+        )
+        console.print(verdict)
+    return 0 if equal else 1
+
+
+async def _tell(plan: DemoPlan, folder: Path, progress: Progress) -> tuple[list[Step], bool]:
+    model = plan.model
+    if model is None:
+        model = await asyncio.to_thread(tiny_checkpoint)
+    async with daemon(plan, model, folder / "tiered", "hisparse") as tierd:
+        text = await _enough_text(tierd, plan.tokens)
+        story = Story(plan, tierd, text, progress)
+        await story.run()
+    async with daemon(plan, model, folder / "off", "off") as tierd:
+        plain = await plain_answers(plan, tierd, text, progress)
+    return story.steps, bool(plain) and story.answers == plain
+
+
+async def _enough_text(tierd: AsyncTierd, tokens: int) -> str:
+    """Source code of at least ``tokens`` tokens."""
+    characters = tokens * 4
+    while True:
+        text = source_code(characters)
+        found = await tierd.call("POST", "/tokenize", {"text": text})
+        if found["count"] >= tokens:
+            return text
+        if characters > 64 * tokens:
+            raise DemoFailed("this Python's standard library has too little source code")
+        characters = characters * 3 // 2
