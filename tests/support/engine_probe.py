@@ -89,3 +89,33 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
     """The largest |a - b|; infinite if either holds a NaN."""
     difference = (a - b).abs().max()
     return float(difference) if bool(torch.isfinite(difference)) else float("inf")
+
+
+def record_choices(world: World) -> list[Tensor]:
+    """Every [rows, top-k] choice of C4 entries from now on, in order of layers and steps."""
+    rows, choices = world.tiers.c4, []
+    lookup, prefill_lookup = rows.lookup, rows.prefill_lookup
+
+    def decoded(layer, places, entries, step):  # type: ignore[no-untyped-def]
+        choices.append(entries.clone())
+        return lookup(layer, places, entries, step)
+
+    def prefilled(layer, place, chosen, count):  # type: ignore[no-untyped-def]
+        choices.append(chosen.clone())
+        return prefill_lookup(layer, place, chosen, count)
+
+    rows.lookup, rows.prefill_lookup = decoded, prefilled  # type: ignore[method-assign]
+    return choices
+
+
+def miss_every_row(world: World) -> None:
+    """Empty the hot set before every lookup, so that each row is fetched each time it is chosen."""
+    rows, lookup = world.tiers.c4, world.tiers.c4.lookup
+
+    def missed(layer, places, entries, step):  # type: ignore[no-untyped-def]
+        for page in range(world.tiers.mirror_pool.capacity):
+            if bool((rows.residency[:, page * 64 : page * 64 + 64] >= 0).any()):
+                rows.forget_page(page)
+        return lookup(layer, places, entries, step)
+
+    rows.lookup = missed  # type: ignore[method-assign]
