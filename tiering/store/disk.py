@@ -7,6 +7,7 @@ lock, so a thread that must not wait may call it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
@@ -72,16 +73,19 @@ class DiskStore:
             raise ValueError(f"a store needs at least {BYTES_MIN} bytes, got {config.bytes_max}")
         self._config = config
         self._identity = bytes(32) if identity is None else identity.digest
-        config.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._owner = FolderLock(config.folder)
-        try:
-            self._vault = Vault(config, files or OsFiles())
-            if identity is not None:
-                remember_identity(config.folder, identity)
-                log_other_identities(config.folder, identity, self._vault.catalogue)
-        except BaseException:
-            self._owner.release()
-            raise
+        with contextlib.ExitStack() as opened:
+            try:
+                config.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._owner = FolderLock(config.folder)
+                opened.callback(self._owner.release)
+                self._vault = Vault(config, files or OsFiles())
+                opened.callback(self._vault.index.close)
+                if identity is not None:
+                    remember_identity(config.folder, identity)
+                    log_other_identities(config.folder, identity, self._vault.catalogue)
+            except (OSError, sqlite3.Error) as error:
+                raise StoreUnavailable(f"{config.folder}: {error}") from error
+            opened.pop_all()
         self._open = True
         self._bytes_read = 0
 

@@ -63,14 +63,15 @@ class Contents:
 def open_contents(folder: Path, files: Files, segment_bytes: int) -> Contents:
     """Open what is there; erase bytes that were never published, forget rows without bytes.
 
-    Raises StoreUnavailable.
+    Raises StoreUnavailable, OSError.
     """
     segments = SegmentLog(folder / "segments", files, segment_bytes)
+    index, entries = _open_index(folder / "index.sqlite", segments)
     try:
-        index, entries = _open_index(folder / "index.sqlite", segments)
         lost = _adopt(segments, index, entries)
-    except OSError as error:
-        raise StoreUnavailable(f"{folder}: {error}") from error
+    except BaseException:
+        index.close()
+        raise
     catalogue = Catalogue()
     for entry in entries:
         if entry.row not in lost:
@@ -164,9 +165,11 @@ def _rebuild(path: Path, segments: SegmentLog, why: IndexCorrupt) -> tuple[Index
     fresh = path.with_suffix(".new")
     Index.remove(fresh)
     index = Index(fresh, create=True)
-    index.insert(entries)
-    index.erase_history()
-    index.close()
+    try:
+        index.insert(entries)
+        index.erase_history()
+    finally:
+        index.close()
     # Whole or not at all: an index half filled would have the rest of the bytes erased.
     fresh.replace(path)
     return Index(path, create=False), entries

@@ -48,7 +48,7 @@ class Vault:
     """Catalogue, segments and index of one folder, changed together. The folder is locked."""
 
     def __init__(self, config: DiskConfig, files: Files) -> None:
-        """Open what is there. Raises StoreUnavailable."""
+        """Open what is there. Raises StoreUnavailable, OSError."""
         contents = open_contents(config.folder, files, config.segment_bytes)
         self.catalogue = contents.catalogue
         self.segments = contents.segments

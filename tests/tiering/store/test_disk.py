@@ -348,6 +348,14 @@ def test_maintenance_needs_no_model(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_folder_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
+    """A path that is a file is an unavailable store, not a crash."""
+    path = tmp_path / "store"
+    path.write_text("")
+    with pytest.raises(StoreUnavailable, match="store"):
+        open_disk(path)
+
+
 def test_a_bound_that_cannot_work_is_refused(tmp_path: Path) -> None:
     """Below a megabyte there is no room for the index."""
     with pytest.raises(ValueError, match="at least"):

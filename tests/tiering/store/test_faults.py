@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 
 import pytest
 
 from dsv4_tierd.tiering.errors import PreconditionFailed, StoreUnavailable, TransferFailed
 from dsv4_tierd.tiering.store.disk import DiskStore
-from store_cases import FaultyFiles, chain, folder_bytes, open_disk, page, present, read, resume
+from store_cases import (
+    PAGE_BYTES,
+    FaultyFiles,
+    chain,
+    folder_bytes,
+    open_disk,
+    page,
+    present,
+    read,
+    resume,
+)
 
 
 def segment_files(folder: Path) -> list[Path]:
@@ -64,6 +75,42 @@ def test_a_read_error_is_a_miss_ever_after(tmp_path: Path) -> None:
     store.put(chain("a", 4))
     files.errors["read"] = [0, errno.EIO]  # the header is read, the payload is not
     assert_forgotten(store, tmp_path)
+
+
+def test_two_readers_of_one_bad_record_count_it_once(tmp_path: Path) -> None:
+    """Both are refused; the counter goes up by one."""
+    together = threading.Barrier(2, timeout=5)
+
+    class MeetingFiles(FaultyFiles):
+        def read(self, fd, buffers, offset):
+            done = super().read(fd, buffers, offset)
+            if done == PAGE_BYTES:
+                together.wait()
+            return done
+
+    store = open_disk(tmp_path, files=MeetingFiles())
+    item = page("a")
+    store.put([item])
+    path = segment_files(tmp_path)[0]
+    data = bytearray(path.read_bytes())
+    data[data.index(item.payload)] ^= 1
+    path.write_bytes(data)
+    refused = []
+
+    def look() -> None:
+        try:
+            read(store, item)
+        except TransferFailed as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 2
+    assert store.usage().checksum_failures == 1
+    store.close()
 
 
 @pytest.mark.parametrize("by", [1, 5000, 1 << 20])
@@ -154,10 +201,13 @@ def test_no_space_is_a_state_that_passes(tmp_path: Path) -> None:
     store = open_disk(tmp_path, files=files)
     items = chain("a", 6)
     store.put(items[:2])
+    used = store.usage().bytes_used
     files.errors["write"] = [errno.ENOSPC, 0, errno.ENOSPC]
     for _ in range(2):
         with pytest.raises(StoreUnavailable, match="No space"):
             store.put(items)
+        assert store.usage().bytes_used == used
+        assert items[2].payload[:64] not in folder_bytes(tmp_path)
         assert not store.usage().up
         assert present(store, items) == [True, True, *[False] * 4]
         assert read(store, items[1]) == items[1].payload
@@ -201,11 +251,11 @@ def test_a_full_disk_under_the_index_is_the_same(tmp_path: Path) -> None:
     store.close()
 
 
-def test_every_call_to_the_disk_may_fail(tmp_path: Path) -> None:
+def test_every_call_to_the_disk_may_fail(quick_folder: Path) -> None:
     """Fail the Nth call, then the next, until none is left: promises hold after each."""
     failed_at = 0
     for n in range(1, 500):
-        folder = tmp_path / str(n)
+        folder = quick_folder / str(n)
         files = FaultyFiles()
         files.fail_at = n
         try:

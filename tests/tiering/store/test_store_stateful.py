@@ -14,6 +14,7 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from dsv4_tierd.tiering.errors import PreconditionFailed, TransferFailed
@@ -29,9 +30,9 @@ TENANTS = st.sampled_from(["", "one"])
 class Twins(RuleBasedStateMachine):
     """A tree of sixteen pages (page n hangs on page n // 2), their resume points, some tails."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path) -> None:
         super().__init__()
-        self.root = Path(tempfile.mkdtemp())
+        self.root = root
         self.life = 0
         self.naive = NaiveStore(IDENTITY.digest)
 
@@ -170,6 +171,9 @@ class Twins(RuleBasedStateMachine):
         assert outcomes[0] == outcomes[1]
 
 
-Twins.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestTwins = Twins.TestCase
-TestTwins.__doc__ = __doc__
+def test_any_history(quick_folder: Path) -> None:
+    """No history of calls, rot, restarts and ends tells the embedded store from a dict."""
+    run_state_machine_as_test(
+        lambda: Twins(Path(tempfile.mkdtemp(dir=quick_folder))),
+        settings=settings(max_examples=60, stateful_step_count=40, deadline=None),
+    )
