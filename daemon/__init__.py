@@ -1,0 +1,1 @@
+"""Bytes: HTTP, wire types, journal, supervision, client and command line. No torch."""

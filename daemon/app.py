@@ -112,8 +112,7 @@ async def _serve(
             sweeping.cancel()
             await worker.stop()
             await supervising
-            while service.running:  # their ends are journalled before the journal closes
-                await asyncio.sleep(0.01)
+            await service.all_ended()  # their ends are journalled before the journal closes
             journal.close()
             await writing
     finally:

@@ -48,6 +48,7 @@ class RequestSink(Protocol):
 
 
 def restarting() -> EngineRestarting:
+    """The error of everything that needs the engine while there is none."""
     return EngineRestarting(
         "the engine is restarting; sessions are kept", retry_after_s=RESTART_RETRY_S
     )

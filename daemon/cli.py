@@ -58,6 +58,7 @@ def ask(url: str | None, key: str | None, work: Callable[[AsyncTierd], Awaitable
 
 
 def show(data: Any, as_json: bool, draw: Callable[[Any], Any] | None = None) -> None:
+    """Print an answer: JSON, or as ``draw`` draws it."""
     if as_json or draw is None:
         sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
     else:

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Generator, Mapping, Sequen
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import aiohttp
 import msgspec
@@ -84,7 +84,7 @@ class AsyncTierd:
         self._retry = RetryPolicy(max_retries)
         self._http: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> AsyncTierd:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -116,13 +116,14 @@ class AsyncTierd:
             found: Json = await response.json()
             return found
 
-    async def wait_ready(self, timeout_s: float = 300.0) -> None:
-        """Wait until the engine serves. Raises UnavailableError after ``timeout_s``."""
+    async def wait_ready(self, timeout_s: float = 300.0, *, not_pid: int | None = None) -> None:
+        """Wait until an engine serves (another than ``not_pid``). Raises UnavailableError."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     with suppress(aiohttp.ClientError):
-                        if (await self.ready())["ready"]:
+                        found = await self.ready()
+                        if found["ready"] and found["engine_pid"] != not_pid:
                             return
                     await asyncio.sleep(0.1)
         except TimeoutError as error:
@@ -252,7 +253,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[str, byt
 
 
 class Sessions:
-    """``tierd.sessions``"""
+    """What ``tierd.sessions`` is."""
 
     def __init__(self, client: AsyncTierd) -> None:
         self._client = client
@@ -294,7 +295,7 @@ class Sessions:
 
 
 class Prefixes:
-    """``tierd.prefixes``"""
+    """What ``tierd.prefixes`` is."""
 
     def __init__(self, client: AsyncTierd) -> None:
         self._client = client
@@ -306,7 +307,7 @@ class Prefixes:
 
 
 class Operations:
-    """``tierd.operations``"""
+    """What ``tierd.operations`` is."""
 
     def __init__(self, client: AsyncTierd) -> None:
         self._client = client
@@ -342,7 +343,7 @@ class Session:
     def _path(self, verb: str = "") -> str:
         return f"/v1/sessions/{self.id}{verb}"
 
-    async def __aenter__(self) -> Session:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(

@@ -19,14 +19,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dsv4_tierd.daemon.client import AsyncTierd, Session
-from dsv4_tierd.tiering.units import format_bytes
 
 QUESTIONS = (
     "Where could two threads race here? Name the function.",
@@ -37,6 +36,7 @@ QUESTIONS = (
 SYSTEM = "You are a code reviewer. Below is a part of a repository.\n"
 FOLLOW_UP = "And what would you change first?"
 READY_S = 600.0
+PAGE_TOKENS = 256
 STOP_S = 60.0
 
 
@@ -104,12 +104,16 @@ def source_code(characters: int) -> str:
     return "".join(pieces)
 
 
+def _open_log(folder: Path) -> BinaryIO:
+    folder.mkdir(parents=True, exist_ok=True)
+    return (folder / "daemon.log").open("ab")
+
+
 @asynccontextmanager
 async def daemon(
     plan: DemoPlan, model: Path, folder: Path, tiering: str
 ) -> AsyncIterator[AsyncTierd]:
     """A daemon as its own process on a free port; stopped with SIGTERM."""
-    folder.mkdir(parents=True, exist_ok=True)
     store = f"disk:{folder / 'store'}" if tiering != "off" else "none"
     arguments = {
         "--model": str(model), "--port": "0", "--device": plan.device, "--tiering": tiering,
@@ -117,7 +121,7 @@ async def daemon(
         "--host-budget": "2GiB", "--store-budget": "4GiB",
     }  # fmt: skip
     flat = [part for pair in arguments.items() for part in pair]
-    log = (folder / "daemon.log").open("ab")
+    log = _open_log(folder)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", "from dsv4_tierd.daemon.cli import main; main()", "serve", "--json",
         *flat, stdout=asyncio.subprocess.PIPE, stderr=log,
@@ -157,11 +161,7 @@ class Story:
         started_s = time.monotonic()
         yield step
         step.seconds = time.monotonic() - started_s
-        gauges = (await self.tierd.call("GET", "/v1/tiers"))["gauges"]
-        step.bytes_by_tier = {
-            tier: sum(v for k, v in gauges.items() if _is_bytes_of(tier, k))
-            for tier in ("device", "host", "store")
-        }
+        step.bytes_by_tier = bytes_by_tier(await self.tierd.call("GET", "/v1/tiers"))
         self.steps.append(step)
 
     async def load(self) -> Session:
@@ -209,29 +209,46 @@ class Story:
         base = await self.load()
         async with self.step("fork four agents"):
             agents = [await base.fork() for _ in QUESTIONS]
-        await self.ask(agents, QUESTIONS, "answer, in parallel")
+        await self.ask(agents, QUESTIONS, "four answers at once")
         async with self.step("suspend to the store"):
             await asyncio.gather(*(agent.suspend("store") for agent in [*agents, base]))
         await self.kill()
-        async with self.step("resume"):
+        async with self.step("resume") as step:
+            before = await self.pages_loaded()
             await asyncio.gather(*(agent.resume() for agent in agents))
+            step.store = PAGE_TOKENS * int(await self.pages_loaded() - before)
         await self.ask(agents, (FOLLOW_UP,) * len(agents), "go on")
 
+    async def pages_loaded(self) -> float:
+        """Pages that came from the store so far; agents share them, so each is loaded once."""
+        counters = (await self.tierd.call("GET", "/v1/tiers"))["counters"]
+        return float(counters.get("store_pages_loaded", 0.0))
+
     async def kill(self) -> None:
-        async with self.step("kill -9 the engine, restart"):
+        async with self.step("kill -9 and restart"):
             pid = (await self.tierd.ready())["engine_pid"]
             os.kill(pid, signal.SIGKILL)
-            while (found := await self.tierd.ready())["engine_pid"] in (pid, None):
-                await asyncio.sleep(0.05)
+            await self.tierd.wait_ready(READY_S, not_pid=pid)
+            found = await self.tierd.ready()
             if found["engine_restarts"] != 1:
                 raise DemoFailed(f"the engine was restarted {found['engine_restarts']} times")
-            await self.tierd.wait_ready(READY_S)
 
 
-def _is_bytes_of(tier: str, name: str) -> bool:
-    return name.startswith(f"{tier}_bytes") or (
-        f'tier="{tier}"' in name and name.split("{")[0].endswith("bytes")
-    )
+def bytes_by_tier(tiers: dict[str, Any]) -> dict[str, float]:
+    """Bytes in use now: pages by their pool's share, the store's own count."""
+    pools = {pool["name"]: pool["bytes"] for pool in tiers["pools"]}
+    gauges = tiers["gauges"]
+
+    def used(tier: str, pool: str) -> float:
+        capacity = gauges[f"{tier}_pages_capacity"]
+        share: float = (capacity - gauges[f"{tier}_pages_free"]) / max(1.0, capacity)
+        return float(pools[pool]) * share
+
+    return {
+        "device": used("device", "device.pages"),
+        "host": used("host", "host.mirror"),
+        "store": float(gauges.get("store_bytes", 0.0)),
+    }
 
 
 async def stream(
@@ -267,16 +284,22 @@ async def plain_answers(
 
 
 def table_of(steps: list[Step]) -> Table:
-    """step, tokens, computed, reused by tier, seconds, bytes by tier."""
-    table = Table(
-        "step", "tokens", "computed", "device", "host", "store", "seconds",
-        "device bytes", "host bytes", "store bytes",
-        title="What each step computed, and what it found in which tier",
-    )  # fmt: skip
+    """step, tokens, computed, reused by tier, seconds, MiB by tier."""
+    tiers = "device/host/store"
+    table = Table("step", "tokens", "computed", f"reused\n{tiers}", "seconds", f"MiB\n{tiers}")
+    for column in table.columns[1:]:
+        column.justify = "right"
     for step in steps:
-        counts = (step.tokens, step.computed, step.device, step.host, step.store)
-        sizes = (format_bytes(step.bytes_by_tier[t]) for t in ("device", "host", "store"))
-        table.add_row(step.name, *(f"{n:,}" for n in counts), f"{step.seconds:.2f}", *sizes)
+        reused = "/".join(f"{n:,}" for n in (step.device, step.host, step.store))
+        sizes = (step.bytes_by_tier[tier] / (1 << 20) for tier in tiers.split("/"))
+        table.add_row(
+            step.name,
+            f"{step.tokens:,}",
+            f"{step.computed:,}",
+            reused,
+            f"{step.seconds:.2f}",
+            "/".join(f"{size:,.0f}" for size in sizes),
+        )
     return table
 
 
@@ -299,7 +322,9 @@ async def run_demo(plan: DemoPlan, *, as_json: bool, console: Console) -> int:
             bars.print(f"[red]{error}[/red]", highlight=False)
             return 1
     if as_json:
-        print(json.dumps({"equal": equal, "steps": [asdict(step) for step in steps]}, indent=2))
+        sys.stdout.write(
+            json.dumps({"equal": equal, "steps": [asdict(step) for step in steps]}, indent=2) + "\n"
+        )
     else:
         console.print(table_of(steps))
         verdict = (

@@ -100,7 +100,7 @@ def _packages() -> Check:
         "GPU packages",
         {"cuda.core", "triton"} <= set(there),
         ", ".join(there) or "none",
-        "no GPU kernels (install the extra 'cuda'); flash_mla is optional, our own kernel stands in",
+        "no GPU kernels (install the extra 'cuda'); flash_mla is optional, ours stands in",
     )
 
 

@@ -67,6 +67,7 @@ class StateLock:
 
 
 def encode_batch(events: Sequence[AnyEvent]) -> bytes:
+    """One batch as it stands in the file."""
     payload = _encoder.encode(events)
     assert len(payload) <= BATCH_BYTES_MAX
     return _HEAD.pack(BATCH_MAGIC, len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
@@ -176,7 +177,7 @@ class JournalFile:
         for batch in batches:
             size += _write_all(fd, batch, size)
         os.fsync(fd)
-        os.replace(new, self.path)
+        new.replace(self.path)
         _sync_folder(self.path.parent)
         os.close(self._fd)
         self._fd, self._size = fd, size

@@ -42,12 +42,14 @@ KEPT_BODY_BYTES_MAX = 1 << 20
 
 
 def json_response(data: Any, status: int = 200) -> web.Response:
+    """Any msgspec-encodable value as JSON."""
     return web.Response(
         body=msgspec.json.encode(data), status=status, content_type="application/json"
     )
 
 
 def error_response(error: TierError) -> web.Response:
+    """The envelope, with Retry-After or a word that retrying cannot help."""
     response = json_response(error_json(error), error.status)
     if isinstance(error, Refused | Unavailable) or error.retry_after_s is not None:
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
@@ -106,7 +108,14 @@ def read_keys(file: Path | None) -> tuple[bytes, ...]:
     return keys
 
 
+def _is_one_of(given: bytes, keys: Sequence[bytes]) -> bool:
+    found = [hmac.compare_digest(given, key) for key in keys]  # all of them: constant time
+    return any(found)
+
+
 def authenticator(keys: Sequence[bytes]) -> Any:
+    """The middleware that asks for one of ``keys``; none: everybody may."""
+
     @web.middleware
     async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
         """Bearer or x-api-key; compared in constant time."""
@@ -115,7 +124,7 @@ def authenticator(keys: Sequence[bytes]) -> Any:
             scheme, _, token = request.headers.get("Authorization", "").partition(" ")
             if scheme.lower() == "bearer":
                 given = token.strip()
-            if not any([hmac.compare_digest(given.encode(), key) for key in keys]):
+            if not _is_one_of(given.encode(), keys):
                 raise Unauthorized("a valid API key is needed")
         return await handler(request)
 

@@ -38,6 +38,13 @@ class Operation:
     error: TierError | None = None
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def outcome(self) -> dict[str, Any]:
+        """The result of an ended one. Raises its TierError."""
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None
+        return self.result
+
 
 class Operations:
     """Bounded: ended ones are forgotten oldest first, running ones refuse new ones."""
@@ -74,6 +81,7 @@ class Operations:
 
 
 def new_operation(verb: str, salt: str, session_id: str) -> Operation:
+    """One with a fresh id, not started."""
     return Operation(id=f"op-{uuid.uuid4().hex}", verb=verb, salt=salt, session_id=session_id)
 
 
@@ -87,7 +95,7 @@ async def _run(operation: Operation, work: Coroutine[Any, Any, dict[str, Any]]) 
         operation.error = TierError("the daemon stopped before this had ended")
         operation.state = OperationState.FAILED
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  a bug ends its operation, not the daemon
         operation.error, operation.state = TierError(f"a bug: {error!r}"), OperationState.FAILED
     finally:
         operation.ended_s = time.time()

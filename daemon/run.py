@@ -97,4 +97,5 @@ class Run:
 
 
 def error_of(failed: Failed) -> TierError:
+    """The error that a Failed names."""
     return from_code(failed.code, failed.message, retry_after_s=failed.retry_after_s)

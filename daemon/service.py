@@ -7,6 +7,7 @@ cancelled keeps what was appended and drawn. Nothing is answered as done before 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -89,6 +90,8 @@ class Service:
         self.draining = False
         self.stop_asked = asyncio.Event()
         self.running: set[Run] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._tasks = tasks
 
     # ------------------------------------------------------------ the engine
@@ -180,6 +183,7 @@ class Service:
             session.leave()
             raise
         self.running.add(run)
+        self._idle.clear()
         self.spawn(self._finish(session, work, run), f"finish {run.request_id}")
         return run
 
@@ -238,6 +242,8 @@ class Service:
             end = _failed(run, error)
         finally:
             self.running.discard(run)
+            if not self.running:
+                self._idle.set()
             session.leave()
         run.publish_end(end)
         self.metrics.request_ended(end, time.monotonic() - started_s)
@@ -313,6 +319,12 @@ class Service:
 
     def follow(self, session: Session, event: Progress) -> None:
         session.tell("progress", {"done": event.done, "total": event.total})
+
+    async def all_ended(self, timeout_s: float | None = None) -> None:
+        """Wait until no request runs, or for ``timeout_s``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
 
     async def cancel_all(self) -> None:
         for run in list(self.running):

@@ -43,13 +43,14 @@ def check_id(text: str) -> str:
     """Raises InvalidRequest: ids are names, never paths."""
     if not _ID.fullmatch(text):
         raise InvalidRequest(
-            "a session id is 1 to 128 letters, digits and . _ : - and starts with a letter or digit",
+            "a session id is 1 to 128 letters, digits and . _ : -, a letter or digit first",
             param="id",
         )
     return text
 
 
 def check_salt(text: str) -> str:
+    """Raises InvalidRequest."""
     if len(text) > SALT_CHARS_MAX or any(ord(c) < 32 for c in text):
         raise InvalidRequest("cache_salt is at most 128 printable characters", param="cache_salt")
     return text

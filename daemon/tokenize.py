@@ -136,7 +136,7 @@ def _is_deepseek(table: dict[str, Any]) -> bool:
 
 
 def find_tokenizer(model: Path, vocab_size: int) -> str | None:
-    """Text of the tokenizer.json for a checkpoint: its own, DeepSeek's for its vocabulary, or none."""
+    """Text of the tokenizer.json for a checkpoint: its own, DeepSeek's, or none."""
     own = model / "tokenizer.json"
     if own.is_file():
         return own.read_text(encoding="utf-8")

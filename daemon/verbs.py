@@ -204,6 +204,7 @@ async def unpin(service: Service, session: Session) -> None:
 
 
 async def resume_points(service: Service, session: Session) -> tuple[int, ...]:
+    """Token positions where the session can be continued without replay."""
     bridge = service.bridge()
     await service.ensure_open(bridge, session)
     ack = await bridge.ask(lambda op: AskResumePoints(op_id=op, session_id=session.uid))
@@ -211,6 +212,7 @@ async def resume_points(service: Service, session: Session) -> tuple[int, ...]:
 
 
 async def residency(service: Service, session: Session) -> tuple[TierBytes, ...]:
+    """Tokens and bytes by group and tier."""
     bridge = service.bridge()
     await service.ensure_open(bridge, session)
     ack = await bridge.ask(lambda op: AskResidency(op_id=op, session_id=session.uid))
@@ -272,9 +274,9 @@ async def drain(service: Service, deadline_s: float) -> None:
     if not service.worker.is_up:
         return
     bridge = service.worker.bridge()
-    while service.running and time.monotonic() < ends_s - deadline_s / 2:
-        await asyncio.sleep(0.02)
+    await service.all_ended(deadline_s / 2)
     await service.cancel_all()
+    await service.all_ended(max(0.1, ends_s - time.monotonic()) / 2)
     with contextlib.suppress(TimeoutError, TierError):
         async with asyncio.timeout(max(0.1, ends_s - time.monotonic())):
             await _suspend_all(service, bridge)
@@ -289,9 +291,11 @@ async def _suspend_all(service: Service, bridge: Bridge) -> None:
 
     async def one(session: Session) -> None:
         async with room:
-            while session.is_busy:
-                await asyncio.sleep(0.01)
-            if session.opened_in != bridge.incarnation or session.state is SessionState.SUSPENDED:
+            if (
+                session.is_busy
+                or session.opened_in != bridge.incarnation
+                or session.state is SessionState.SUSPENDED
+            ):
                 return
             try:
                 with session.taken(SessionState.SUSPENDING):

@@ -160,6 +160,7 @@ def bytes_ids(data: bytes, vocab_size: int) -> bytes:
 
 
 def check_ids(array: np.ndarray[Any, np.dtype[Any]], vocab_size: int) -> bytes:
+    """int32 LE bytes of ids that are all in the vocabulary. Raises InvalidTokenIds."""
     bad = np.flatnonzero((array < 0) | (array >= vocab_size))
     if bad.size:
         first = int(bad[0])
@@ -171,18 +172,21 @@ def check_ids(array: np.ndarray[Any, np.dtype[Any]], vocab_size: int) -> bytes:
 
 
 def check_max_tokens(value: int | None, name: str = "max_tokens") -> int | None:
+    """Raises InvalidRequest unless None or positive."""
     if value is not None and not 1 <= value <= 1 << 30:
         raise InvalidRequest(f"{name} is at least 1", param=name)
     return value
 
 
 def check_ttl(value: float | None) -> float | None:
+    """Raises InvalidRequest unless None or a positive number of seconds."""
     if value is not None and not (math.isfinite(value) and 0 < value <= TTL_S_MAX):
         raise InvalidRequest("ttl is a positive number of seconds", param="ttl")
     return value
 
 
 def check_metadata(value: dict[str, Any]) -> dict[str, Any]:
+    """Raises InvalidRequest when it is too large."""
     if len(msgspec.json.encode(value)) > METADATA_BYTES_MAX:
         raise InvalidRequest(f"metadata is at most {METADATA_BYTES_MAX} bytes", param="metadata")
     return value
@@ -251,6 +255,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
 
 
 def logprob_json(value: TokenLogprob) -> dict[str, Any]:
+    """A drawn token's log probability in our own form."""
     return {
         "token_id": value.token_id,
         "logprob": value.logprob,

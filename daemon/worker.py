@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import sys
 import time
@@ -123,6 +124,8 @@ class Worker:
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_fd(sys.stderr) else asyncio.subprocess.DEVNULL,
+                # Threads that spin while they wait starve whatever shares their cores.
+                env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ,
                 start_new_session=True,  # a Ctrl-C at the terminal is the daemon's to handle
             )
         except BaseException:
@@ -149,7 +152,7 @@ class Worker:
             try:
                 await bridge.run()
             except WorkerProtocolError as error:
-                log.error("engine worker broke the protocol: %s", error)
+                log.error("engine worker broke the protocol: %s", error)  # noqa: TRY400  no bug of ours
             finally:
                 if self.model is not None and not self._stopping:
                     self.state = WorkerState.RESTARTING

@@ -112,6 +112,7 @@ def _logprob_json(value: TokenLogprob, codec: TextCodec) -> dict[str, Any]:
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Chat in OpenAI's form, in a session or without."""
     service = service_of(request)
     body = openai.read_object(await request.read())
     openai.check_fields(body, OWN)
@@ -248,4 +249,5 @@ async def _stream(
 
 
 def add_routes(app: web.Application) -> None:
+    """Register this module's route."""
     app.router.add_post("/v1/chat/completions", chat_completions)

@@ -21,6 +21,7 @@ OCTETS = "application/octet-stream"
 
 
 def service_of(request: web.Request) -> Service:
+    """The service behind this app."""
     return request.app[SERVICE]
 
 
@@ -45,6 +46,7 @@ def is_octets(request: web.Request) -> bool:
 
 
 def flag(request: web.Request, name: str) -> bool:
+    """A query parameter that is true or false. Raises InvalidRequest."""
     text = request.query.get(name, "false").lower()
     if text not in ("true", "false", "1", "0"):
         raise InvalidRequest(f"{name} is true or false", param=name)
@@ -98,6 +100,7 @@ def check_expected(session: Session, expected: int | None) -> None:
 
 
 def session_json(session: Session) -> dict[str, Any]:
+    """A session as the API shows it."""
     record = session.record
     return {
         "id": session.id,
@@ -119,6 +122,7 @@ def session_json(session: Session) -> dict[str, Any]:
 
 
 def operation_json(operation: Operation) -> dict[str, Any]:
+    """An operation as the API shows it."""
     return {
         "id": operation.id,
         "object": "operation",
@@ -160,4 +164,5 @@ async def long_verb(
 
 
 def operation_on(session: Session, verb: str) -> Operation:
+    """A fresh operation on a session."""
     return new_operation(verb, session.salt, session.id)

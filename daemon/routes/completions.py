@@ -24,6 +24,7 @@ OWN = frozenset(["prompt", "return_token_ids"])
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
+    """Completions in OpenAI's form, in a session or without."""
     service = service_of(request)
     body = openai.read_object(await request.read())
     openai.check_fields(body, OWN)
@@ -176,4 +177,5 @@ async def _stream(
 
 
 def add_routes(app: web.Application) -> None:
+    """Register this module's route."""
     app.router.add_post("/v1/completions", completions)

@@ -26,6 +26,7 @@ from dsv4_tierd.tiering.errors import InvalidTokenIds, TierError
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
+    """Append, then draw; the answer whole or as events."""
     service = service_of(request)
     data = await request.read()
     octets = data if is_octets(request) else None
@@ -137,4 +138,5 @@ def _tokens_json(event: Tokens) -> dict[str, Any]:
 
 
 def add_routes(app: web.Application) -> None:
+    """Register this module's route."""
     app.router.add_post("/v1/sessions/{id}/generate", generate)

@@ -107,6 +107,7 @@ def check_fields(body: dict[str, Any], own: Iterable[str]) -> None:
 
 
 def read_object(data: bytes) -> dict[str, Any]:
+    """A JSON object without its nulls: OpenAI's clients send null for what is not given."""
     found = wire.decode(data, dict[str, Any])
     return {name: value for name, value in found.items() if value is not None}
 
@@ -123,6 +124,7 @@ def typed(body: dict[str, Any], name: str, kinds: type | tuple[type, ...], defau
 
 
 def check_model(service: Service, body: dict[str, Any]) -> str:
+    """The model's name in the answer. Raises NotFound for one that is not served."""
     names = model_names(service)
     model = typed(body, "model", str, names[0])
     if model not in names:
@@ -131,6 +133,7 @@ def check_model(service: Service, body: dict[str, Any]) -> str:
 
 
 def session_name(request: web.Request, body: dict[str, Any]) -> str | None:
+    """The session that body or headers name, or None. Raises InvalidRequest."""
     headers = request.headers
     given = typed(body, "session_id", str, None)
     name = given or headers.get("X-Session-Id") or headers.get("x-claude-code-session-id")
@@ -138,6 +141,7 @@ def session_name(request: web.Request, body: dict[str, Any]) -> str | None:
 
 
 def read_max_tokens(body: dict[str, Any]) -> int | None:
+    """Either spelling; both only if equal. Raises InvalidRequest."""
     found = None
     for name in ("max_tokens", "max_completion_tokens"):
         value = wire.check_max_tokens(typed(body, name, int, None), name)
@@ -148,6 +152,7 @@ def read_max_tokens(body: dict[str, Any]) -> int | None:
 
 
 def read_sampling(body: dict[str, Any], logprobs: int | None) -> Sampling:
+    """Checked sampling settings, OpenAI's defaults. Raises InvalidRequest."""
     stop = typed(body, "stop", (str, list), None)
     if isinstance(stop, list) and not all(isinstance(s, str) for s in stop):
         raise InvalidRequest("stop must be strings", param="stop")
@@ -241,6 +246,7 @@ async def _start_choices(service: Service, session: Session, work: Work, ask: As
 
 
 def replace_seed(sampling: Sampling, index: int) -> Sampling:
+    """The sampling of choice ``index``: its own noise, repeatable."""
     return msgspec.structs.replace(sampling, seed=(sampling.seed + index) % (1 << 63))
 
 
@@ -255,6 +261,7 @@ async def _place(service: Service, ask: Ask) -> Session:
 
 
 def cancel_all(runs: Sequence[Run]) -> None:
+    """Cancel every run that has not ended."""
     for run in runs:
         if not run.ended.done():
             run.cancel()
@@ -309,6 +316,7 @@ def total_usage(prompt: Usage | None, ends: Sequence[Done]) -> dict[str, Any]:
 
 
 def finish_reason(done: Done) -> str:
+    """OpenAI's word for the end."""
     return "stop" if done.finish_reason == "cancelled" else done.finish_reason
 
 

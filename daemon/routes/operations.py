@@ -27,15 +27,17 @@ STATS_WAIT_S = 1.0
 
 
 def version_text() -> str:
+    """The installed version."""
     return metadata.version("dsv4-tierd")
 
 
-async def health(request: web.Request) -> web.Response:
+async def health(_: web.Request) -> web.Response:
     """The daemon's own loop answers: that is all that this says."""
     return json_response({"status": "ok"})
 
 
 def readiness(service: Service) -> dict[str, Any]:
+    """What /ready says: whether, why not, and how far loading is."""
     worker = service.worker
     state = "draining" if service.draining else worker.state.value
     load = worker.load
@@ -51,6 +53,7 @@ def readiness(service: Service) -> dict[str, Any]:
 
 
 async def ready(request: web.Request) -> web.Response:
+    """200 when the engine serves, 503 otherwise."""
     found = readiness(service_of(request))
     response = json_response(found, 200 if found["ready"] else 503)
     if not found["ready"]:
@@ -59,6 +62,7 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def metrics_page(request: web.Request) -> web.Response:
+    """Prometheus text, with the engine's numbers if it answers in time."""
     service = service_of(request)
     await service.worker.refresh_stats(STATS_WAIT_S)
     return web.Response(
@@ -67,7 +71,8 @@ async def metrics_page(request: web.Request) -> web.Response:
     )
 
 
-async def version(request: web.Request) -> web.Response:
+async def version(_: web.Request) -> web.Response:
+    """Versions of the daemon, Python and the chat encoding."""
     return json_response(
         {
             "version": version_text(),
@@ -84,6 +89,7 @@ def model_names(service: Service) -> list[str]:
 
 
 async def models(request: web.Request) -> web.Response:
+    """The one model that is served."""
     service = service_of(request)
     data = [
         {
@@ -114,6 +120,7 @@ async def tiers(request: web.Request) -> web.Response:
 
 
 async def tokenize(request: web.Request) -> web.Response:
+    """Text or a chat to token ids."""
     service = service_of(request)
     body = wire.decode(await request.read(), wire.Tokenize)
     given = [v for v in (body.text, body.prompt, body.messages) if v is not None]
@@ -139,6 +146,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 async def detokenize(request: web.Request) -> web.Response:
+    """Token ids to text, special tokens spelt out."""
     service = service_of(request)
     body = wire.decode(await request.read(), wire.Detokenize)
     ids = body.token_ids if body.token_ids is not None else body.tokens
@@ -179,6 +187,7 @@ async def lookup(request: web.Request) -> web.Response:
 
 
 async def get_operation(request: web.Request) -> web.Response:
+    """One long verb's state, progress and result."""
     service = service_of(request)
     found = service.operations.get(salt_of(request), request.match_info["id"])
     return json_response(operation_json(found))
@@ -193,6 +202,7 @@ async def drain(request: web.Request) -> web.Response:
 
 
 def add_routes(app: web.Application) -> None:
+    """Register this module's routes."""
     app.add_routes(
         [
             web.get("/health", health),

@@ -36,6 +36,7 @@ SUBSCRIBERS_MAX = 16
 
 
 async def create(request: web.Request) -> web.Response:
+    """A session, empty or with first words; 201."""
     service = service_of(request)
     octets = await request.read() if is_octets(request) else None
     if octets is None:
@@ -60,9 +61,7 @@ async def create(request: web.Request) -> web.Response:
             await _start_append(service, session, operation, Work(append_ids=ids, turn=_turn(turn)))
             if wait:
                 await operation.finished.wait()
-                if operation.error is not None:
-                    raise operation.error
-                made.update(operation.result or {})
+                made.update(operation.outcome())
             made["operation"] = operation_json(operation)
     except BaseException:
         if not session.is_busy:
@@ -103,6 +102,7 @@ async def _appended(
 
 
 async def append(request: web.Request) -> web.Response:
+    """Compute new words; an operation, or ?wait=true."""
     service = service_of(request)
     data = await request.read()
     octets = data if is_octets(request) else None
@@ -124,6 +124,7 @@ async def append(request: web.Request) -> web.Response:
 
 
 async def list_sessions(request: web.Request) -> web.Response:
+    """A page of the caller's sessions."""
     query = request.query
     try:
         limit = int(query.get("limit", "100"))
@@ -148,10 +149,12 @@ async def list_sessions(request: web.Request) -> web.Response:
 
 
 async def get_one(request: web.Request) -> web.Response:
+    """One session."""
     return json_response(session_json(session_of(request)))
 
 
 async def patch_one(request: web.Request) -> web.Response:
+    """Change ttl and metadata."""
     session = session_of(request)
     body = wire.decode(await request.read(), wire.PatchSession)
     record = session.record
@@ -165,12 +168,14 @@ async def patch_one(request: web.Request) -> web.Response:
 
 
 async def delete_one(request: web.Request) -> web.Response:
+    """End a session; its own stored bytes go."""
     session = session_of(request)
     await verbs.close(service_of(request), session)
     return json_response({"id": session.id, "object": "session.deleted", "deleted": True})
 
 
 async def fork(request: web.Request) -> web.Response:
+    """A session with the same first words; 201."""
     body = wire.decode(await request.read(), wire.Fork)
     source = session_of(request, body.cache_salt)
     new = await verbs.fork(service_of(request), source, body.id, body.at)
@@ -178,6 +183,7 @@ async def fork(request: web.Request) -> web.Response:
 
 
 async def suspend(request: web.Request) -> web.Response:
+    """Write a session down; an operation, or ?wait=true."""
     service = service_of(request)
     body = wire.decode(await request.read(), wire.Suspend)
     tier = body.tier or ("host" if service.config.store == "none" else "store")
@@ -193,6 +199,7 @@ async def suspend(request: web.Request) -> web.Response:
 
 
 async def resume(request: web.Request) -> web.Response:
+    """Bring a session to the device; an operation, or ?wait=true."""
     service = service_of(request)
     body = wire.decode(await request.read(), wire.Resume)
     session = session_of(request, body.cache_salt)
@@ -207,6 +214,7 @@ async def resume(request: web.Request) -> web.Response:
 
 
 async def rewind(request: web.Request) -> web.Response:
+    """Forget tokens from ``to`` on."""
     body = wire.decode(await request.read(), wire.Rewind)
     session = session_of(request, body.cache_salt)
     await verbs.rewind(service_of(request), session, body.to)
@@ -214,6 +222,7 @@ async def rewind(request: web.Request) -> web.Response:
 
 
 async def pin(request: web.Request) -> web.Response:
+    """Promise a session's pages host memory."""
     body = wire.decode(await request.read(), wire.Pin)
     session = session_of(request, body.cache_salt)
     await verbs.pin(service_of(request), session, body.tier, wire.check_ttl(body.ttl))
@@ -221,18 +230,21 @@ async def pin(request: web.Request) -> web.Response:
 
 
 async def unpin(request: web.Request) -> web.Response:
+    """Withdraw the promise."""
     session = session_of(request)
     await verbs.unpin(service_of(request), session)
     return json_response(session_json(session))
 
 
 async def resume_points(request: web.Request) -> web.Response:
+    """Where the session can be continued without replay."""
     session = session_of(request)
     positions = await verbs.resume_points(service_of(request), session)
     return json_response({"session_id": session.id, "positions": positions})
 
 
 async def residency(request: web.Request) -> web.Response:
+    """Tokens and bytes by group and tier."""
     session = session_of(request)
     cells = await verbs.residency(service_of(request), session)
     return json_response({"session_id": session.id, "residency": cells})
@@ -265,6 +277,7 @@ async def events(request: web.Request) -> web.StreamResponse:
 
 
 def add_routes(app: web.Application) -> None:
+    """Register this module's routes."""
     one = "/v1/sessions/{id}"
     app.add_routes(
         [

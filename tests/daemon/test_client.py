@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from daemon_harness import Daemon, expected, run_daemon
 
+from daemon_harness import Daemon, expected, run_daemon
 from dsv4_tierd.daemon.client import AsyncTierd
 from dsv4_tierd.daemon.client_errors import (
     BadRequestError,
@@ -93,33 +93,37 @@ async def test_typed_errors(tierd: AsyncTierd) -> None:
 
 async def test_refusals_are_typed_and_say_when(tmp_path: Path) -> None:
     """A full queue is a CapacityError with retry_after_s, also for streams."""
-    async with run_daemon(tmp_path, "refuse=queue_full") as daemon:
-        async with AsyncTierd(daemon.url, max_retries=0) as tierd:
-            session = await tierd.sessions.create("a")
-            with pytest.raises(CapacityError) as full:
-                await session.generate(token_ids=[5])
-            assert full.value.retry_after_s == 2
-            with pytest.raises(CapacityError):
-                async for _ in session.stream(token_ids=[5]):
-                    pass
+    async with (
+        run_daemon(tmp_path, "refuse=queue_full") as daemon,
+        AsyncTierd(daemon.url, max_retries=0) as tierd,
+    ):
+        session = await tierd.sessions.create("a")
+        with pytest.raises(CapacityError) as full:
+            await session.generate(token_ids=[5])
+        assert full.value.retry_after_s == 2
+        with pytest.raises(CapacityError):
+            async for _ in session.stream(token_ids=[5]):
+                pass
 
 
 async def test_a_restart_of_the_engine_is_ridden_out_by_retries(tmp_path: Path) -> None:
     """While the engine restarts the client waits and repeats; words are never doubled."""
-    async with run_daemon(tmp_path, "load_s=0.3,delay=0.01") as daemon:
-        async with AsyncTierd(daemon.url, max_retries=6) as tierd:
-            session = await tierd.sessions.create("a", token_ids=[5, 6])
-            streaming = asyncio.create_task(collect(session.stream(max_tokens=500)))
-            inner = daemon.service.sessions.get("", "a")
-            await daemon.until(lambda: inner.run is not None and len(inner.run.generated) > 3)
-            with pytest.raises(SessionBusyError):
-                await session.generate(max_tokens=1)
-            os.kill(daemon.service.worker.pid or 0, signal.SIGKILL)
-            with pytest.raises(UnavailableError):
-                await streaming
-            answer = await session.generate(token_ids=[7], max_tokens=3)
-            assert answer["token_ids"] == expected([5, 6, 7], 3)
-            assert answer["tokens"] == 6
+    async with (
+        run_daemon(tmp_path, "load_s=0.3,delay=0.01") as daemon,
+        AsyncTierd(daemon.url, max_retries=6) as tierd,
+    ):
+        session = await tierd.sessions.create("a", token_ids=[5, 6])
+        streaming = asyncio.create_task(collect(session.stream(max_tokens=500)))
+        inner = daemon.service.sessions.get("", "a")
+        await daemon.until(lambda: inner.run is not None and len(inner.run.generated) > 3)
+        with pytest.raises(SessionBusyError):
+            await session.generate(max_tokens=1)
+        os.kill(daemon.service.worker.pid or 0, signal.SIGKILL)
+        with pytest.raises(UnavailableError):
+            await streaming
+        answer = await session.generate(token_ids=[7], max_tokens=3)
+        assert answer["token_ids"] == expected([5, 6, 7], 3)
+        assert answer["tokens"] == 6
 
 
 async def collect(stream: AsyncIterator[object]) -> list[object]:

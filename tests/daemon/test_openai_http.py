@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+
 from daemon_harness import Daemon, expected, read_events, run_daemon
 from fake_worker import text_of
 

@@ -50,7 +50,8 @@ def ids(data: bytes) -> list[int]:
 
 LINES = st.lists(
     st.sampled_from(
-        ["def f(x):", "    return 12345", "", "\t\t", "  ", "日本語123", "\r", " é\u2028", "#!?\n\n",
+        ["def f(x):", "    return 12345", "", "\t\t", "  ", "日本語123", "\r", " é\u2028",
+        "#!?\n\n",
          "x" * 30, "... ", "\u3000", "A", "'", "\x1c", "9", "--\n", "\n ", "B\u0301"]
     ),
     min_size=1,

@@ -49,7 +49,7 @@ class Daemon:
 
     async def until(self, condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
         async with asyncio.timeout(timeout_s):
-            while not condition():
+            while not condition():  # noqa: ASYNC110  any state of any task
                 await asyncio.sleep(0.005)
 
 

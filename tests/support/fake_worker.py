@@ -15,6 +15,7 @@ import os
 import socket
 import struct
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -81,9 +82,7 @@ class FakeWorker:
         self.sock = sock
         self.config = config
         self.switches: dict[str, str] = dict(
-            (part.split("=") + ["1"])[:2]
-            for part in os.path.basename(config.model).split(",")
-            if part
+            [*part.split("="), "1"][:2] for part in Path(config.model).name.split(",") if part
         )
         self.sessions: dict[str, Session] = {}
         self.running: dict[str, asyncio.Task[None]] = {}
@@ -317,8 +316,8 @@ class FakeWorker:
 def first_life() -> bool:
     """Whether this is the first process that was told to crash (a marker file remembers)."""
     marker = os.environ.get("FAKE_WORKER_MARKER", "")
-    if marker and not os.path.exists(marker):
-        open(marker, "w").close()
+    if marker and not Path(marker).exists():
+        Path(marker).touch()
         return True
     return not marker
 

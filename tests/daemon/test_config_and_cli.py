@@ -1,0 +1,142 @@
+"""Settings from flags, file and environment; the command line against a running daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from daemon_harness import Daemon
+from dsv4_tierd.daemon.cli import app
+from dsv4_tierd.daemon.config import BadConfig, load_config
+from dsv4_tierd.daemon.doctor import examine
+from dsv4_tierd.engine.config import EngineConfig
+from dsv4_tierd.tiering.units import format_bytes, parse_bytes
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    """Default, file, environment, flag: each overrides those before it."""
+    file = tmp_path / "c.toml"
+    file.write_text('port = 1\nmax-batch = 2\nhost_budget = "3GiB"\nstore = "disk:/s"\n')
+    environ = {"DSV4_TIERD_PORT": "5", "DSV4_TIERD_MAX_BATCH": "6", "OTHER": "x"}
+    config = load_config({"model": "m", "port": 9, "hot_rows": None}, file, environ)
+    assert (config.port, config.max_batch, config.host_budget) == (9, 6, 3 << 30)
+    engine = config.engine()
+    assert EngineConfig.from_json(engine.to_json()) == engine
+    assert (engine.host_budget_bytes, engine.pin_budget_bytes) == (3 << 30, 3 << 29)
+    assert engine.store == "disk:/s"
+    assert load_config({"model": "m"}, None, {}).engine().hot_rows is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "names"),
+    [
+        ({}, {}, "model"),
+        ({"model": "m", "prot": 1}, {}, "prot"),
+        ({"model": "m"}, {"DSV4_TIERD_PROT": "1"}, "prot"),
+        ({"model": "m", "port": 70_000}, {}, "port"),
+        ({"model": "m", "port": "x"}, {}, "port"),
+        ({"model": "m", "port": True}, {}, "port"),
+        ({"model": "m", "max_batch": 1.5}, {}, "max_batch"),
+        ({"model": "m", "max_batch": 0}, {}, "max_batch"),
+        ({"model": "m", "device": "tpu"}, {}, "tpu"),
+        ({"model": "m", "host_budget": "3 bananas"}, {}, "host_budget"),
+        ({"model": "m", "store": "s3:x"}, {}, "store"),
+        ({"model": "m", "thinking_default": "perhaps"}, {}, "thinking_default"),
+    ],
+)
+def test_bad_settings_are_named(flags: dict[str, Any], environ: dict[str, str], names: str) -> None:
+    """Unknown keys and impossible values are errors that say which."""
+    with pytest.raises(BadConfig, match=names):
+        load_config(flags, None, environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1GiB", 1 << 30), ("1.5 KiB", 1536), ("2m", 2 << 20), ("7", 7), (9, 9), ("3KB", 3000)],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    """Sizes are read as people write them."""
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1XB", "1..5", -1, True, None, 1.5])
+def test_bad_sizes(text: Any) -> None:
+    """What is no size is an error."""
+    with pytest.raises(ValueError, match="size"):
+        parse_bytes(text)
+
+
+def test_sizes_are_written_in_the_largest_unit() -> None:
+    """1536 bytes are 1.5 KiB."""
+    assert [format_bytes(n) for n in (5, 1536, 3 << 30)] == ["5 B", "1.5 KiB", "3.0 GiB"]
+
+
+async def run_cli(daemon: Daemon, *arguments: str) -> tuple[int, str]:
+    environ = {"TIERD_BASE_URL": daemon.url, "COLUMNS": "200"}
+    found = await asyncio.to_thread(CliRunner().invoke, app, list(arguments), env=environ)
+    if found.exception is not None and not isinstance(found.exception, SystemExit):
+        raise found.exception
+    return found.exit_code, found.output
+
+
+async def test_the_command_line(daemon: Daemon, tmp_path: Path) -> None:
+    """Sessions are listed, forked, suspended, looked up and deleted; exit codes say how it went."""
+    await daemon.ok("POST", "/v1/sessions?wait=true", {"id": "a", "token_ids": [5] * 600})
+    code, text = await run_cli(daemon, "status", "--json")
+    assert code == 0
+    assert json.loads(text)["sessions"] == {"idle": 1}
+    assert (await run_cli(daemon, "session", "fork", "a", "--new-id", "b"))[0] == 0
+    code, text = await run_cli(daemon, "session", "ls", "--json")
+    assert [s["id"] for s in json.loads(text)] == ["a", "b"]
+    code, text = await run_cli(daemon, "session", "suspend", "b", "--json")
+    assert json.loads(text)["state"] == "suspended"
+    code, text = await run_cli(daemon, "session", "ls")
+    assert "suspended" in text
+    assert (await run_cli(daemon, "session", "show", "nobody"))[0] == 3
+    assert (await run_cli(daemon, "session", "rm", "b"))[0] == 0
+    file = tmp_path / "text"
+    file.write_text("word " * 2_000)
+    code, text = await run_cli(daemon, "prefix", "lookup", str(file), "--json")
+    assert json.loads(text)["matched_tokens"] > 0
+    assert (await run_cli(daemon, "session", "fly", "a"))[0] == 2
+    assert (await run_cli(daemon, "serve", "--device", "tpu", "--model", "m"))[0] == 2
+    assert (await run_cli(daemon, "drain"))[0] == 0
+    await daemon.task
+    assert (await run_cli(daemon, "status"))[0] == 1
+
+
+async def test_capacity_is_exit_code_four(tmp_path: Path) -> None:
+    """A refused pin tells scripts that there is no room."""
+    from daemon_harness import run_daemon
+
+    async with run_daemon(tmp_path, "nopins") as daemon:
+        await daemon.ok("POST", "/v1/sessions?wait=true", {"id": "a", "token_ids": [5]})
+        assert (await run_cli(daemon, "session", "pin", "a"))[0] == 4
+
+
+def test_doctor_says_what_each_lack_costs() -> None:
+    """Every check has a finding and a cost."""
+    checks = examine()
+    assert {"CPU", "memory", "GPU", "locked memory", "huge pages", "NUMA"} <= {
+        c.name for c in checks
+    }
+    assert all(check.found and check.cost for check in checks)
+
+
+def test_the_stores_folder_from_the_command_line(tmp_path: Path) -> None:
+    """An empty store lists nothing and verifies; a missing one is exit code 3."""
+    runner = CliRunner()
+    assert runner.invoke(app, ["store", "ls", str(tmp_path / "none")]).exit_code == 3
+    (tmp_path / "s").mkdir()
+    assert (
+        json.loads(runner.invoke(app, ["store", "ls", str(tmp_path / "s"), "--json"]).output) == []
+    )
+    found = runner.invoke(app, ["store", "verify", str(tmp_path / "s"), "--json"])
+    assert (found.exit_code, json.loads(found.output)["objects"]) == (0, 0)
+    assert runner.invoke(app, ["store", "gc", str(tmp_path / "s")]).exit_code == 0
+    assert runner.invoke(app, ["store", "gc", str(tmp_path / "s"), "--budget", "x"]).exit_code == 2
