@@ -116,6 +116,12 @@ class LoadedKernel:
         values = [_value(argument) for argument in arguments]
         launch(_stream(handle), config, self._kernel, *values)
 
+    def clusters_at_once(self, shape: Shape) -> int:
+        """How many clusters of this shape the whole card runs at the same time."""
+        config = self._configs.get(shape) or self._configure(shape)
+        stream = _stream(torch.cuda.current_stream(self._device_index).cuda_stream)
+        return int(self._kernel.occupancy.max_active_clusters(config, stream=stream))
+
     def _configure(self, shape: Shape) -> Any:
         from cuda.bindings import driver
         from cuda.core import LaunchConfig

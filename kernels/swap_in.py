@@ -19,8 +19,8 @@ from dsv4_tierd.kernels.ref import swap_in as ref
 
 _THREADS = 512
 _BUFFERS = 64
-_PAIRS_A_CTA_MAX = 16384
-PAIRS_MAX = 8 * _PAIRS_A_CTA_MAX
+_PAIRS_A_CTA_MAX = 8192
+PAIRS_MAX = 16 * _PAIRS_A_CTA_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def swap_in(
     slots: Tensor,
     counters: Tensor,
     *,
-    cluster: int = 8,
+    cluster: int | None = None,
 ) -> None:
     """Give every chosen row a slot and copy in the ones that were not there.
 
@@ -72,6 +72,8 @@ def swap_in(
         counters += torch.tensor([plan.hits, plan.misses])
         return
     pairs = rows.numel()
+    # Eight CTAs fill the link; twice as many plan large batches faster.
+    cluster = cluster or (8 if pairs <= 2048 else 16)
     cap = -(-pairs // (8 * cluster)) * 8
     data_bytes, scale_bytes = hot.rows.format.data_bytes, hot.rows.format.scale_bytes
     defines = {
@@ -80,8 +82,9 @@ def swap_in(
         "MIRROR_ROWS": mirror.rows_per_page,
         "HOT_ROWS": hot.rows.rows_per_page,
     }
-    buffer_bytes = data_bytes + (16 if scale_bytes else 0) + 8
-    shape = nvrtc.Shape(cluster, _THREADS, cluster, _BUFFERS * buffer_bytes + 32 + 8 * cap)
+    # sizeof(Shared) in swap_in.cu: buffers, their barriers, then the claimed rows and slots.
+    buffer_bytes = -(-(data_bytes + (16 if scale_bytes else 0)) // 128) * 128 + 8
+    shape = nvrtc.Shape(cluster, _THREADS, cluster, _BUFFERS * buffer_bytes + 128 + 12 * cap)
     nvrtc.load("swap_in.cu", "swap_in", hot.device, **defines).launch(
         shape,
         rows,

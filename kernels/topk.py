@@ -6,6 +6,7 @@ On a CPU the twin in ``kernels/ref/topk.py`` runs: it is the specification.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -67,17 +68,15 @@ def topk(
         if mirror is not None:
             mirror.rows.copy_(mirror_rows(ids, mirror.pages, mirror.tokens_per_request))
         return ids
-    ctas = cluster or _cluster(tokens, columns, k, _multiprocessors(scores.device))
-    cap = _candidates(ctas, k)
-    shape = nvrtc.Shape(tokens * ctas, _THREADS, ctas, _SHARED_BYTES + 4 * cap * (1 + ctas))
+    ctas = cluster or _cluster(tokens, columns, k, scores.device)
     nvrtc.load("topk.cu", "topk", scores.device).launch(
-        shape,
+        _shape(tokens * ctas, ctas, k),
         scores,
         scores.stride(0),
         visible,
         columns,
         k,
-        cap,
+        _candidates(ctas, k),
         ids,
         None if mirror is None else mirror.rows,
         None if mirror is None else mirror.pages,
@@ -123,12 +122,30 @@ def _check(scores: Tensor, visible: Tensor, ids: Tensor, mirror: MirrorRows | No
         )
 
 
-def _cluster(tokens: int, columns: int, k: int, multiprocessors: int) -> int:
-    """CTAs a row: enough to hold it in registers, as long as all rows run at once."""
-    ctas = max(1, 1 << (k - 1).bit_length() - 10) if k > 1024 else 1
-    while ctas < 16 and columns > ctas * _CTA_SCORES and tokens * ctas * 2 <= multiprocessors:
+@cache
+def _cluster(tokens: int, columns: int, k: int, device: torch.device) -> int:
+    """CTAs a row: enough to hold it in registers, as long as all clusters run at once."""
+    ctas = 2 if k > 1024 else 1
+    while (
+        ctas < 16
+        and columns > ctas * _CTA_SCORES
+        and tokens <= _clusters_at_once(ctas * 2, k, device)
+    ):
         ctas *= 2
     return ctas
+
+
+@cache
+def _clusters_at_once(ctas: int, k: int, device: torch.device) -> int:
+    """What the card's groups of multiprocessors have room for, which is less than their sum."""
+    kernel = nvrtc.load("topk.cu", "topk", device)
+    return kernel.clusters_at_once(_shape(ctas, ctas, k))
+
+
+def _shape(blocks: int, ctas: int, k: int) -> nvrtc.Shape:
+    return nvrtc.Shape(
+        blocks, _THREADS, ctas, _SHARED_BYTES + 4 * _candidates(ctas, k) * (1 + ctas)
+    )
 
 
 def _candidates(ctas: int, k: int) -> int:
@@ -136,7 +153,3 @@ def _candidates(ctas: int, k: int) -> int:
     if ctas == 16:
         return 1024 if k <= 512 else 2048
     return {1: 8192, 2: 8192, 4: 4096, 8: 4096}[ctas]
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,16 +1,16 @@
 // Plan + swap-in: bring the chosen mirror rows into the hot set, in one launch of one cluster.
 //
-//   1  look every row up: stamp those that are there; claim a missing one by compare-and-swap
-//      (one winner a row, whoever chose it) and start its copy from pinned memory at once
+//   1  look every row up, by a compare-and-swap that also claims it when it is missing (one winner
+//      a row, whoever chose it): stamp the hits, start the copies of claimed rows from pinned memory
 //   -  cluster barrier: after it, no slot of this step's hits can be a victim
-//   2  a victim for each claimed row: the oldest stamp of 32 hashed slots, never this step's,
-//      claimed by compare-and-swap; tell the tables
+//   2  a victim for each claimed row: the oldest stamp of 32 hashed slots, never this step's, taken
+//      by compare-and-swap; tell the tables and who claimed; while earlier rows arrive in shared
+//      memory, store them to their slots and start the next copies
 //   -  cluster barrier
-//   3  the slots of claimed rows, for all who chose them
-//   4  as rows arrive in shared memory, bulk-store them to their slots
+//   3  the slots of rows that another claimed; the last rows to their slots
 //
-// Latency is the cost below a few hundred rows, so the PCIe round trip runs under steps 1 to 3;
-// above, the link is, and 8 CTAs with bulk copies fill it and leave the other multiprocessors free.
+// Latency is the cost below a few hundred rows, so whatever can be read early is; above, the link
+// is, and 8 CTAs with bulk copies fill it and leave the other multiprocessors free.
 // Source: SGLang's HiSparse (idea: lookup, then copy, on the device); the claim, the hashed
 // victims and the early copy are this project's.
 #include "common.cuh"
@@ -19,7 +19,9 @@ constexpr u32 THREADS = 512;
 constexpr u32 GROUP = 8;  // threads a missing row: 8 x 4 stamps make a probe
 constexpr u32 BUFFERS = THREADS / GROUP;
 constexpr u32 SCALE_FETCH = SCALE_BYTES ? 16 : 0;  // bulk copies are 16-byte aligned
-constexpr u32 BUFFER_BYTES = DATA_BYTES + SCALE_FETCH;
+constexpr u32 FETCH_BYTES = DATA_BYTES + SCALE_FETCH;
+// The copy engine is 1.6 times slower into addresses that are not multiples of 64 bytes.
+constexpr u32 BUFFER_BYTES = (FETCH_BYTES + 127) / 128 * 128;
 constexpr u32 SECTOR = 8;           // slots whose stamps share 32 bytes
 constexpr u32 HASHED_PROBES = 16;   // then slots in turn, so that a free one is surely met
 constexpr int ABSENT = -1, CLAIMED = -2;
@@ -32,11 +34,10 @@ struct Pool {
 };
 
 struct Shared {
-    alignas(16) unsigned char buffers[BUFFERS][BUFFER_BYTES];
+    alignas(128) unsigned char buffers[BUFFERS][BUFFER_BYTES];
     u64 arrived[BUFFERS];  // mbarriers
     u32 missing;
-    u32 hits;
-    int rows[1];  // [cap] claimed rows, then [cap] their slots
+    int claims[1];  // [cap] claimed rows, [cap] the pairs that claimed them, [cap] their slots
 };
 
 __device__ __forceinline__ int load_relaxed(const int* p) {
@@ -62,7 +63,7 @@ __device__ __forceinline__ int4 load4_volatile(const int* p) {
 __device__ __forceinline__ void fetch(Shared& s, const Pool& mirror, u32 buffer, u32 row) {
     const u32 page = row / MIRROR_ROWS, place = row % MIRROR_ROWS;
     const u32 barrier = shared_address(&s.arrived[buffer]), to = shared_address(s.buffers[buffer]);
-    mbarrier_expect(barrier, BUFFER_BYTES);
+    mbarrier_expect(barrier, FETCH_BYTES);
     bulk_load(to, mirror.data + page * mirror.data_pitch + place * i64(DATA_BYTES), DATA_BYTES, barrier);
     if constexpr (SCALE_FETCH > 0)
         bulk_load(to + DATA_BYTES, mirror.scale + page * mirror.scale_pitch + place * SCALE_BYTES / 16 * 16, 16, barrier);
@@ -110,29 +111,43 @@ __device__ __forceinline__ u64 oldest(const int4& stamps, u32 slot, int step) {
     return best;
 }
 
-// A slot for `row`, claimed, for each group of 8 lanes that is `active`. Whole warps.
-__device__ __forceinline__ u32 claim_victim(int* stamp, u32 slot_count, int step, u32 row, bool active, int4 stamps) {
+// What a group of lanes would evict: read before it may be taken, checked by the taking.
+struct Victim {
+    u64 best;  // (stamp, slot), all ones: none
+    int owner;
+};
+
+__device__ __forceinline__ Victim look_for(const int* stamp, const int* owner, u32 slot_count, int step, u32 row, u32 probe,
+                                           bool active) {
+    const u32 lane = threadIdx.x % 32, first = probed(row, probe, lane, slot_count / SECTOR);
+    u64 best = active ? oldest(load4_volatile(stamp + first), first, step) : ~0ull;
+#pragma unroll
+    for (u32 d = 1; d < GROUP; d <<= 1) best = min(best, __shfl_xor_sync(FULL_WARP, best, d));
+    return Victim{best, best == ~0ull ? -1 : load_relaxed(owner + u32(best))};
+}
+
+// Takes a victim for `row` in each group of 8 lanes that is `active`, starting from one looked for
+// already. Whole warps. An owner read before its slot is taken is right: only who takes changes it.
+__device__ __forceinline__ Victim take(int* stamp, const int* owner, u32 slot_count, int step, u32 row, bool active,
+                                       Victim victim) {
     const u32 lane = threadIdx.x % 32;
     bool done = !active;
-    u32 slot = 0;
-    for (u32 probe = 0; __any_sync(FULL_WARP, !done); ++probe) {
-        const u32 first = probed(row, probe, lane, slot_count / SECTOR);
-        if (probe && !done) stamps = load4_volatile(stamp + first);
-        u64 best = oldest(stamps, first, step);
-#pragma unroll
-        for (u32 d = 1; d < GROUP; d <<= 1) best = min(best, __shfl_xor_sync(FULL_WARP, best, d));
+    Victim taken = victim;
+#pragma unroll 1
+    for (u32 probe = 1;; ++probe) {
         bool won = false;
-        if (!done && lane % GROUP == 0 && best != ~0ull) {
-            const int seen = static_cast<int>(u32(best >> 32) ^ 0x80000000u);
-            won = atomicCAS(stamp + u32(best), seen, step) == seen;
+        if (!done && lane % GROUP == 0 && victim.best != ~0ull) {
+            const int seen = static_cast<int>(u32(victim.best >> 32) ^ 0x80000000u);
+            won = atomicCAS(stamp + u32(victim.best), seen, step) == seen;
         }
         won = __shfl_sync(FULL_WARP, won, lane / GROUP * GROUP);
         if (!done && won) {
-            slot = u32(best);
+            taken = victim;
             done = true;
         }
+        if (__all_sync(FULL_WARP, done)) return taken;
+        victim = look_for(stamp, owner, slot_count, step, row, probe, !done);
     }
-    return slot;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -144,86 +159,92 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             i64 cap,                                            // claimed rows a CTA may hold
             int* slots,                                         // [pairs], written
             u64* counters) {                                    // [2]: += distinct hits, misses
-    extern __shared__ __align__(16) unsigned char memory[];
+    extern __shared__ __align__(128) unsigned char memory[];
     Shared& s = *reinterpret_cast<Shared*>(memory);
     const Pool hot{hot_data, hot_data_pitch, hot_scale, hot_scale_pitch};
     const Pool mirror{mirror_data, mirror_data_pitch, mirror_scale, mirror_scale_pitch};
     const u32 ctas = cluster_size(), rank = cluster_rank(), lane = threadIdx.x % 32;
     // Pairs go to CTAs in runs of 8 in turn, so that sessions that chose alike load all CTAs alike.
     const auto pair_of = [&](u32 i) { return (i / 8 * ctas + rank) * 8 + i % 8; };
+    // Asked for before the barriers are set up: the first link of the chain that ends at the host.
+    const bool any = pair_of(threadIdx.x) < pairs;
+    int row = any ? rows[pair_of(threadIdx.x)] : -1;
+    const int step = *step_now;
     if (threadIdx.x < BUFFERS) mbarrier_init(shared_address(&s.arrived[threadIdx.x]), 1);
-    if (threadIdx.x == 0) s.missing = s.hits = 0;
+    if (threadIdx.x == 0) s.missing = 0;
     mbarrier_init_fence();
-    proxy_fence();
     __syncthreads();
 
-    const int step = *step_now;
-    u64 pending = 0;  // by round: a pair whose slot is not known yet
+    int *claimed = s.claims, *claimants = s.claims + cap, *given = s.claims + 2 * cap;
+    u64 pending = 0;  // by round: a pair whose row another claimed
     u32 hits = 0;
+    int last = step;  // the stamp that the last hit replaced: looked at a round later, when it is there
     for (u32 i = threadIdx.x, turn = 0; pair_of(i) < pairs; i += THREADS, ++turn) {
         const u32 p = pair_of(i);
-        const int row = rows[p];
+        if (turn) row = rows[p];
         if (row < 0) {
             slots[p] = -1;
             continue;
         }
-        const int at = load_relaxed(residency + row);
-        if (at < 0) {
+        // One round trip tells where the row is and, when it is nowhere, claims it.
+        const int at = atomicCAS(residency + row, ABSENT, CLAIMED);
+        if (at == ABSENT) {
+            const u32 m = atomicAdd(&s.missing, 1);
+            claimed[m] = row;
+            claimants[m] = p;
+            if (m < BUFFERS) fetch(s, mirror, m, row);
+        } else if (at < 0) {
             pending |= 1ull << turn;
-            if (at == ABSENT && atomicCAS(residency + row, ABSENT, CLAIMED) == ABSENT) {
-                const u32 m = atomicAdd(&s.missing, 1);
-                s.rows[m] = row;
-                if (m < BUFFERS) fetch(s, mirror, m, row);
-            }
         } else {
             slots[p] = at;
-            hits += atomicExch(stamp + at, step) != step;
+            hits += last != step;
+            last = atomicExch(stamp + at, step);
         }
     }
-    hits = warp_sum(hits);
-    if (lane == 0 && hits) atomicAdd(&s.hits, hits);
     __syncthreads();
     cluster_arrive();
-    const u32 missing = s.missing;
-    u32 mine = threadIdx.x / GROUP;
-    int4 early = make_int4(step, step, step, step);
-    if (mine < missing) early = load4_volatile(stamp + probed(s.rows[mine], 0, lane, slot_count / SECTOR));
+    const u32 missing = s.missing, group = threadIdx.x / GROUP;
+    u32 mine = group;
+    Victim victim = look_for(stamp, owner, slot_count, step, mine < missing ? claimed[mine] : 0, 0, mine < missing);
     cluster_wait();
 
-    int* claimed_slots = s.rows + cap;
-    for (u32 first = threadIdx.x / 32 * (32 / GROUP); first < missing; first += BUFFERS) {
-        const u32 m = first + lane / GROUP;
-        const bool active = m < missing;
-        const u32 row = active ? s.rows[m] : 0;
-        if (first >= BUFFERS && active) early = load4_volatile(stamp + probed(row, 0, lane, slot_count / SECTOR));
-        const u32 slot = claim_victim(stamp, slot_count, step, row, active, early);
+    // Buffers in turn: a claimed row gets its slot, then waits here while it arrives.
+    const u32 turns = (missing + BUFFERS - 1) / BUFFERS;
+#pragma unroll 1
+    for (u32 turn = 0; turn < turns; ++turn, mine += BUFFERS) {
+        const bool active = mine < missing;
+        const u32 missed = active ? claimed[mine] : 0;
+        if (turn) victim = look_for(stamp, owner, slot_count, step, missed, 0, active);
+        if (turn && active && lane % GROUP == 0) {
+            mbarrier_wait(shared_address(&s.arrived[group]), turn - 1 & 1);
+            store(s, hot, group, claimed[mine - BUFFERS], given[mine - BUFFERS]);
+            bulk_wait_read();
+            proxy_fence();
+            fetch(s, mirror, group, missed);
+        }
+        __syncwarp();
+        victim = take(stamp, owner, slot_count, step, missed, active, victim);
         if (active && lane % GROUP == 0) {
-            const int evicted = owner[slot];
-            if (evicted >= 0) store_relaxed(residency + evicted, ABSENT);
-            owner[slot] = row;
-            store_relaxed(residency + row, slot);
-            claimed_slots[m] = slot;
+            const int slot = static_cast<int>(u32(victim.best));
+            if (victim.owner >= 0) store_relaxed(residency + victim.owner, ABSENT);
+            owner[slot] = missed;
+            store_relaxed(residency + missed, slot);
+            given[mine] = slot;
+            slots[claimants[mine]] = slot;
         }
     }
     cluster_sync();
 
     for (u32 i = threadIdx.x, turn = 0; pending; i += THREADS, ++turn, pending >>= 1)
         if (pending & 1) slots[pair_of(i)] = load_relaxed(residency + rows[pair_of(i)]);
-    if (threadIdx.x == 0) {
-        if (s.hits) atomicAdd(counters, u64(s.hits));
-        if (missing) atomicAdd(counters + 1, u64(missing));
-    }
+    hits = warp_sum(hits + (last != step));
+    if (lane == 0 && hits) atomicAdd(counters, u64(hits));
+    if (threadIdx.x == 0 && missing) atomicAdd(counters + 1, u64(missing));
 
-    if (lane % GROUP) return;
-    const u32 buffer = mine;
-    for (u32 parity = 0; mine < missing; mine += BUFFERS, parity ^= 1) {
-        mbarrier_wait(shared_address(&s.arrived[buffer]), parity);
-        store(s, hot, buffer, s.rows[mine], claimed_slots[mine]);
-        if (mine + BUFFERS < missing) {
-            bulk_wait_read();
-            proxy_fence();
-            fetch(s, mirror, buffer, s.rows[mine + BUFFERS]);
-        }
-    }
-    bulk_wait();
+    // The last row of each buffer.
+    if (lane % GROUP || group >= missing) return;
+    const u32 turn = (missing - 1 - group) / BUFFERS, m = group + turn * BUFFERS;
+    mbarrier_wait(shared_address(&s.arrived[group]), turn & 1);
+    store(s, hot, group, claimed[m], given[m]);
+    bulk_wait_read();
 }

@@ -22,7 +22,7 @@ constexpr u32 WARPS = THREADS / 32;
 constexpr u32 BLOCK = THREADS * 4;  // scores a block: one 16-byte load a thread
 constexpr u32 TILE = 8;             // blocks a tile
 constexpr u32 BINS = 4096;
-constexpr u32 THREAD_BINS = BINS / THREADS;
+constexpr u32 FEW_BINS = 1024;      // of a later round, and of the selection
 constexpr u32 CLUSTER_MAX = 16;
 constexpr u32 KEY_NEGATIVE_INFINITY = 0x007fffffu;
 
@@ -37,7 +37,20 @@ struct Shared {
     Found found;
     u32 count, settled, top;  // candidates of this CTA, those that are keys already, the largest key
     u32 counts[CLUSTER_MAX], tops[CLUSTER_MAX];
+    u32 close[32], close_count;  // keys of the bin that holds the k-th
     u32 sums[2];  // chosen for sure, and tied, in the chunks before
+};
+
+// Shared, then the own candidates' positions [cap], then every CTA's candidates' keys [ctas][cap].
+extern __shared__ __align__(16) unsigned char memory[];
+#define s (*reinterpret_cast<Shared*>(memory))
+
+struct Candidates {
+    u32* positions;
+    u32* keys;  // own list at rank
+
+    __device__ __forceinline__ explicit Candidates(u32 cap)
+        : positions(reinterpret_cast<u32*>(memory + sizeof(Shared))), keys(positions + cap) {}
 };
 
 struct Row {
@@ -62,10 +75,11 @@ __device__ __forceinline__ float score_of(u32 key) {
 // Four scores at `at`, a multiple of 4. The last load may pass the chunk's end, never the row's.
 __device__ __forceinline__ float4 load4(const Row& row, u32 at) {
     float4 v = make_float4(NOTHING, NOTHING, NOTHING, NOTHING);
-    if (at < row.end)
-        asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                     : "l"(row.scores + at));
+    asm volatile(
+        "{.reg .pred p; setp.lt.u32 p, %5, %6;\n"
+        "@p ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];}"
+        : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
+        : "l"(row.scores + at), "r"(at), "r"(row.end));
     return v;
 }
 
@@ -93,7 +107,7 @@ __device__ __forceinline__ void mask_tile(const Row& row, u32 tile, float4 (&v)[
 
 // Sum of `v` over lower threads, and over all. Between two calls of the same `slot` the caller
 // must pass a __syncthreads.
-__device__ __forceinline__ u32 block_exclusive(Shared& s, u32 v, u32 slot, u32& total) {
+__device__ __forceinline__ u32 block_exclusive(u32 v, u32 slot, u32& total) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 inclusive = warp_inclusive_scan(v, lane);
     if (lane == 31) s.warp_totals[slot][warp] = inclusive;
@@ -103,106 +117,140 @@ __device__ __forceinline__ u32 block_exclusive(Shared& s, u32 v, u32 slot, u32& 
     return warp_sum(lane < warp ? of_warp : 0) + inclusive - v;
 }
 
-// The bin, from the top, that holds the `need`-th entry; zeroes the bins. False when there are
-// fewer than `need`. Every thread gets the same answer. Ends in step.
-__device__ __forceinline__ bool find_from_top(Shared& s, u32* bins, u32 need, Found& found) {
-    const u32 first = BINS - THREAD_BINS - threadIdx.x * THREAD_BINS;
-    uint4* place = reinterpret_cast<uint4*>(bins + first);
-    const uint4 low = place[0], high = place[1];
-    place[0] = place[1] = make_uint4(0, 0, 0, 0);
-    const u32 counts[THREAD_BINS] = {high.w, high.z, high.y, high.x, low.w, low.z, low.y, low.x};
+// Where, from the top, the `need`-th entry of THREADS * W bins is; zeroes them. Returns how many
+// entries there are; s.found is set, for who passes the next barrier, when that suffices.
+template <typename Vector>
+__device__ __forceinline__ u32 find_in(u32* bins, u32 need, u32 slot) {
+    constexpr u32 W = sizeof(Vector) / 4;
+    const u32 first = (THREADS - 1 - threadIdx.x) * W;
+    union {
+        Vector vector;
+        u32 of[W];
+    } counts, zero;
+    counts.vector = *reinterpret_cast<Vector*>(bins + first);
     u32 sum = 0;
 #pragma unroll
-    for (u32 i = 0; i < THREAD_BINS; ++i) sum += counts[i];
-    u32 total, above = block_exclusive(s, sum, 0, total);
+    for (u32 i = 0; i < W; ++i) {
+        sum += counts.of[i];
+        zero.of[i] = 0;
+    }
+    *reinterpret_cast<Vector*>(bins + first) = zero.vector;
+    u32 total, above = block_exclusive(sum, slot, total);
     if (above < need && need <= above + sum) {
-        bool open = true;
 #pragma unroll
-        for (u32 i = 0; i < THREAD_BINS; ++i) {
-            if (open && need <= above + counts[i]) {
-                s.found = Found{first + THREAD_BINS - 1 - i, above, counts[i]};
-                open = false;
-            }
-            if (open) above += counts[i];
+        for (u32 i = 0; i < W; ++i) {
+            const u32 count = counts.of[W - 1 - i];
+            if (above < need && need <= above + count) s.found = Found{first + W - 1 - i, above, count};
+            above += count;
         }
+    }
+    return total;
+}
+
+// The bin, from the top, that holds the `need`-th entry of all BINS or of FEW_BINS; zeroes them.
+// False when there are fewer. Every thread gets the same answer.
+__device__ __forceinline__ bool find_from_top(u32* bins, bool all, u32 need, Found& found) {
+    u32 upper = 0, lower = 0, offset = 0;
+    if (all) {  // the upper half first: scores above zero
+        upper = find_in<uint4>(bins + BINS / 2, need, 0);
+        offset = BINS / 2;
+        if (upper < need) {
+            lower = find_in<uint4>(bins, need - upper, 1);
+            offset = 0;
+        } else {
+            reinterpret_cast<uint4*>(bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+            upper = 0;
+            lower = need;
+        }
+    } else {
+        lower = find_in<uint2>(bins, need, 0);
     }
     __syncthreads();
     found = s.found;
-    return total >= need;
+    found.bin += offset;
+    found.above += upper;
+    return upper + lower >= need;
 }
 
 // Adds this CTA's histogram into every CTA's merged one, and waits for all of them.
-__device__ __forceinline__ u32* merge(Shared& s, const Row& row, u32 round) {
+__device__ __forceinline__ u32* merge(const Row& row, u32 round) {
     __syncthreads();
     if (row.ctas == 1) return s.hist;
     u32* merged = s.merged[round & 1];
-#pragma unroll 1
+    u32 counts[BINS / THREADS];
+#pragma unroll
+    for (u32 i = 0; i < BINS / THREADS; ++i) counts[i] = s.hist[threadIdx.x + i * THREADS];
+#pragma unroll
     for (u32 i = 0; i < BINS / THREADS; ++i) {
+        if (!counts[i]) continue;
         const u32 bin = threadIdx.x + i * THREADS;
-        const u32 count = s.hist[bin];
-        if (!count) continue;
         s.hist[bin] = 0;
         const u32 address = shared_address(merged + bin);
 #pragma unroll 1
-        for (u32 r = 0; r < row.ctas; ++r) remote_add(remote_address(address, r), count);
+        for (u32 r = 0; r < row.ctas; ++r) remote_add(remote_address(address, r), counts[i]);
     }
     cluster_sync();
     return merged;
 }
 
-struct Candidates {
-    u32* keys;       // [ctas][cap], own list at rank; of the own list, scores until settled
-    u32* positions;  // [cap], of the own list
-};
+__device__ __forceinline__ float max4(const float4& v) { return fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)); }
 
-// Two instructions a score, where the compiler would keep 32 predicates.
-__device__ __forceinline__ void count_reaching(u32& count, float x, float bound) {
-    asm volatile("{.reg .pred p; setp.ge.f32 p, %1, %2; @p add.u32 %0, %0, 1;}" : "+r"(count) : "f"(x), "f"(bound));
+// One of the tile's 32 scores, by a number known at run time: a tree of selections, so that the
+// tile stays in registers.
+__device__ __forceinline__ float pick(const float4 (&v)[TILE], u32 which) {
+    static_assert(TILE == 8, "a tree of five levels");
+    float x[16], y[8];
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) {
+        x[2 * i] = which & 1 ? v[i].y : v[i].x;
+        x[2 * i + 1] = which & 1 ? v[i].w : v[i].z;
+    }
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) y[i] = which & 2 ? x[2 * i + 1] : x[2 * i];
+    const float a = which & 4 ? y[1] : y[0], b = which & 4 ? y[3] : y[2];
+    const float c = which & 4 ? y[5] : y[4], d = which & 4 ? y[7] : y[6];
+    const float low = which & 8 ? b : a, high = which & 8 ? d : c;
+    return which & 16 ? high : low;
 }
 
-__device__ __forceinline__ void store_reaching(u32& key, u32& position, float x, float bound, u32 at) {
-    asm volatile(
-        "{.reg .pred p; setp.ge.f32 p, %2, %3; @p st.shared.f32 [%0], %2; @p st.shared.u32 [%1], %4;\n"
-        "@p add.u32 %0, %0, 4; @p add.u32 %1, %1, 4;}"
-        : "+r"(key), "+r"(position)
-        : "f"(x), "f"(bound), "r"(at)
-        : "memory");
-}
-
-// Appends the tile's scores that reach the bound: counted first, so that a warp takes its place
-// with one atomic; then stored, predicated, without a branch a score.
-__device__ __forceinline__ void filter(Shared& s, const Row& row, const Candidates& c, const float4 (&v)[TILE],
-                                       u32 tile, float bound) {
+// Appends the tile's scores that reach the bound, with their positions. They are few: what every
+// warp executes is two instructions a score.
+__device__ __forceinline__ void filter(const Row& row, const Candidates& c, const float4 (&v)[TILE], u32 tile,
+                                       float bound) {
     const u32 lane = threadIdx.x % 32;
-    u32 count = 0;
+    u32 passing = 0;
+    const auto test = [&](float x, u32 bit) {
+        asm volatile("{.reg .pred p; setp.ge.f32 p, %1, %2; @p or.b32 %0, %0, %3;}"
+                     : "+r"(passing)
+                     : "f"(x), "f"(bound), "r"(bit));
+    };
 #pragma unroll
     for (u32 i = 0; i < TILE; ++i) {
-        count_reaching(count, v[i].x, bound);
-        count_reaching(count, v[i].y, bound);
-        count_reaching(count, v[i].z, bound);
-        count_reaching(count, v[i].w, bound);
+        test(v[i].x, 1u << (i * 4));
+        test(v[i].y, 2u << (i * 4));
+        test(v[i].z, 4u << (i * 4));
+        test(v[i].w, 8u << (i * 4));
     }
-    if (!__any_sync(FULL_WARP, count)) return;
-    const u32 through = warp_inclusive_scan(count, lane);
+    if (!__any_sync(FULL_WARP, passing)) return;
+    const u32 through = warp_inclusive_scan(__popc(passing), lane);
     u32 base = 0;
     if (lane == 31) base = atomicAdd(&s.count, through);
     base = __shfl_sync(FULL_WARP, base, 31);
     if (base + __shfl_sync(FULL_WARP, through, 31) > row.cap) return;  // overflow: seen in s.count
-    const u32 slot = base + through - count;
-    u32 key = shared_address(c.keys + row.rank * row.cap + slot), position = shared_address(c.positions + slot);
-#pragma unroll
-    for (u32 i = 0; i < TILE; ++i) {
-        const u32 at = offset_of(row, tile, i);
-        store_reaching(key, position, v[i].x, bound, at);
-        store_reaching(key, position, v[i].y, bound, at + 1);
-        store_reaching(key, position, v[i].z, bound, at + 2);
-        store_reaching(key, position, v[i].w, bound, at + 3);
+    u32 slot = base + through - __popc(passing);
+    u32* keys = c.keys + row.rank * row.cap;
+    const u32 first = offset_of(row, tile, 0), pitch = row.tiles * BLOCK;
+#pragma unroll 1
+    for (; passing; passing &= passing - 1, ++slot) {
+        const u32 which = __ffs(passing) - 1;
+        c.positions[slot] = first + which / 4 * pitch + which % 4;
+        keys[slot] = __float_as_uint(pick(v, which));
     }
 }
 
-// Turns the scores of the own list that are new into keys. Call in step, after a __syncthreads.
-__device__ __forceinline__ void settle(Shared& s, const Row& row, const Candidates& c) {
-    const u32 count = min(s.count, row.cap);
+// Turns the scores of own candidates that are new into keys. Call in step, after a __syncthreads.
+__device__ __forceinline__ void settle(const Row& row, const Candidates& c) {
+    const u32 count = s.count > row.cap ? 0 : s.count;  // after an overflow, places are empty
     u32* keys = c.keys + row.rank * row.cap;
     u32 top = 0;
 #pragma unroll 1
@@ -216,21 +264,23 @@ __device__ __forceinline__ void settle(Shared& s, const Row& row, const Candidat
 }
 
 // Step 1: a key that at least k scores of the row reach; 0 when the sample has too few groups.
-__device__ __forceinline__ u32 lower_bound(Shared& s, const Row& row, const float4 (&v)[TILE], u32 length, u32& round) {
+__device__ __forceinline__ u32 lower_bound(const Row& row, const float4 (&v)[TILE], u32 length, u32& round) {
     float maxima[TILE];
 #pragma unroll
-    for (u32 i = 0; i < TILE; ++i) maxima[i] = fmaxf(fmaxf(v[i].x, v[i].y), fmaxf(v[i].z, v[i].w));
+    for (u32 i = 0; i < TILE; ++i) maxima[i] = max4(v[i]);
     // Larger groups, fewer of them, as long as there are several times k.
-    u32 groups = TILE;
-    if (length >= 32 * row.k) {
-        groups = TILE / 2;
+    u32 groups = TILE, group = 4;
+    if (length >= 32 * row.k && row.ctas * THREADS * TILE / 2 >= 4 * row.k) {
+        groups = TILE / 2, group = 8;
 #pragma unroll
         for (u32 i = 0; i < TILE / 2; ++i) maxima[i] = fmaxf(maxima[i], maxima[i + TILE / 2]);
-        if (length >= 128 * row.k && row.ctas * THREADS >= 4 * row.k) {
-            groups = 1;
+        if (length >= 256 * row.k && row.ctas * THREADS >= 8 * row.k) {
+            groups = 1, group = 32;
             maxima[0] = fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
         }
     }
+    // A sample of which few groups reach the bound has few scores above it in each.
+    const u32 sampled = min(length, row.ctas * TILE * BLOCK) / group;
     u32 bound = 0, need = row.k, shift = 20, above_shift = 31;
 #pragma unroll 1
     while (true) {
@@ -242,11 +292,12 @@ __device__ __forceinline__ u32 lower_bound(Shared& s, const Row& row, const floa
             if (key && (shift == 20 || (key ^ bound) >> above_shift == 0)) atomicAdd(&s.hist[key >> shift & mask], 1);
         }
         Found found;
-        const bool reached = find_from_top(s, merge(s, row, round), need, found);
+        const bool reached = find_from_top(merge(row, round), shift == 20, need, found);
         ++round;
         if (!reached) return 0;
         bound |= found.bin << shift;
-        if (shift == 0 || (row.k - need + found.above + found.count) * row.tiles * 3 <= row.ctas * row.cap) return bound;
+        const u32 reaching = row.k - need + found.above + found.count;
+        if (shift == 0 || (reaching * row.tiles * 3 <= row.ctas * row.cap && reaching * 3 <= sampled)) return bound;
         need -= found.above;
         above_shift = shift;
         shift -= 10;
@@ -257,17 +308,34 @@ struct Threshold {
     u32 key, take, tied;  // chosen: keys > key, and `take` of the `tied` equal ones, lowest positions first
 };
 
+// The need-th largest of `count` keys in s.close, by comparing all; every warp does it alone.
+__device__ __forceinline__ Threshold select_close(u32 count, u32 need) {
+    const u32 lane = threadIdx.x % 32, key = lane < count ? s.close[lane] : 0;
+    u32 greater = 0, equal = 0;
+#pragma unroll 1
+    for (u32 i = 0; i < count; ++i) {
+        const u32 other = s.close[i];
+        greater += other > key;
+        equal += other == key;
+    }
+    const u32 holders = __ballot_sync(FULL_WARP, lane < count && greater < need && need <= greater + equal);
+    const u32 from = __ffs(holders) - 1;
+    return Threshold{__shfl_sync(FULL_WARP, key, from), need - __shfl_sync(FULL_WARP, greater, from),
+                     __shfl_sync(FULL_WARP, equal, from)};
+}
+
 // The need-th largest key of 1 << list_shift lists, all within [low, high]. Every thread gets the answer.
-__device__ __noinline__ Threshold select(Shared& s, const u32* keys, const u32* counts, u32 list_shift, u32 cap, u32 low,
-                                            u32 high, u32 need) {
+__device__ __forceinline__ Threshold select(const u32* keys, const u32* counts, u32 list_shift, u32 cap, u32 low,
+                                         u32 high, u32 need) {
     const u32 warp = threadIdx.x / 32, list = warp & ((1 << list_shift) - 1);
     const u32* mine = keys + list * cap;
     const u32 count = counts[list], begin = (warp >> list_shift) * 32 + threadIdx.x % 32;
     const u32 step = (WARPS >> list_shift) * 32;
+    if (threadIdx.x == 0) s.close_count = 0;
 #pragma unroll 1
     while (true) {
         const u32 bits = 32 - __clz(high - low);
-        const u32 shift = bits > 12 ? bits - 12 : 0;
+        const u32 shift = bits > 10 ? bits - 10 : 0;
 #pragma unroll 1
         for (u32 i = begin; i < count; i += step) {
             const u32 key = mine[i];
@@ -275,24 +343,34 @@ __device__ __noinline__ Threshold select(Shared& s, const u32* keys, const u32* 
         }
         __syncthreads();
         Found found;
-        find_from_top(s, s.hist, need, found);
+        find_from_top(s.hist, false, need, found);
         low += found.bin << shift;
         need -= found.above;
         if (shift == 0) return Threshold{low, need, found.count};
         // All of the bin is chosen: nothing is tied at a key just below it.
         if (need == found.count) return Threshold{low - 1, 0, 0};
         high = min(high, low + (1u << shift) - 1);
+        if (found.count <= 32) {
+#pragma unroll 1
+            for (u32 i = begin; i < count; i += step) {
+                const u32 key = mine[i];
+                if (key >= low && key <= high) s.close[atomicAdd(&s.close_count, 1)] = key;
+            }
+            __syncthreads();
+            return select_close(found.count, need);
+        }
     }
 }
 
 // Step 2's relief: keep only the CTA's own k best (and ties) when candidates pile up.
-__device__ __noinline__ u32 tighten(Shared& s, const Row& row, const Candidates& c, u32 bound) {
+__device__ __noinline__ u32 tighten(const Row row, u32 bound) {
+    const Candidates c(row.cap);
     constexpr u32 EACH = 8192 / THREADS;  // the largest cap
-    settle(s, row, c);
+    settle(row, c);
     __syncthreads();
     const u32 count = s.count;
     u32* own = c.keys + row.rank * row.cap;
-    const Threshold t = select(s, own, &s.count, 0, row.cap, bound, s.top, row.k);
+    const Threshold t = select(own, &s.count, 0, row.cap, bound, s.top, row.k);
     const u32 keep = t.tied ? t.key : t.key + 1;
     u32 keys[EACH], positions[EACH];
 #pragma unroll
@@ -330,7 +408,7 @@ __device__ __forceinline__ void emit(const Out& out, u32 at, u32 position) {
 
 // Steps 3's second half and 4: what stands before this chunk, then this chunk's part in order,
 // through two bitmaps of positions, one window of the chunk at a time.
-__device__ __forceinline__ void emit_candidates(Shared& s, const Row& row, const Candidates& c, const Threshold& t,
+__device__ __forceinline__ void emit_candidates(const Row& row, const Candidates& c, const Threshold& t,
                                                 const Out& out) {
     constexpr u32 WINDOW = BINS * 32;
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, list = warp & (row.ctas - 1);
@@ -368,7 +446,7 @@ __device__ __forceinline__ void emit_candidates(Shared& s, const Row& row, const
 #pragma unroll 1
         for (u32 w = first; w < min(first + each, words); ++w) bits += __popc(sure[w]) + (__popc(maybe[w]) << 16);
         u32 total;
-        bits = block_exclusive(s, bits, 1, total);
+        bits = block_exclusive(bits, 1, total);
         const u32 base = s.sums[0], spare = t.take - min(s.sums[1], t.take), given = min(s.sums[1], t.take);
         u32 greater = greater_before + (bits & 0xffff), tied = tied_before + (bits >> 16);
 #pragma unroll 1
@@ -381,6 +459,7 @@ __device__ __forceinline__ void emit_candidates(Shared& s, const Row& row, const
             for (; chosen; chosen &= chosen - 1) emit(out, at++, begin + w * 32 + __ffs(chosen) - 1);
             sure[w] = maybe[w] = 0;
         }
+        if (begin + WINDOW >= row.end) return;
         greater_before += total & 0xffff;
         tied_before += total >> 16;
         __syncthreads();
@@ -388,7 +467,7 @@ __device__ __forceinline__ void emit_candidates(Shared& s, const Row& row, const
 }
 
 // Adds to the histogram; one add where a warp agrees, so that equal scores do not queue.
-__device__ __forceinline__ void count_bin(Shared& s, u32 bin, bool valid) {
+__device__ __forceinline__ void count_bin(u32 bin, bool valid) {
     const u32 lanes = __ballot_sync(FULL_WARP, valid);
     if (!lanes) return;
     const u32 leader = __ffs(lanes) - 1;
@@ -399,7 +478,7 @@ __device__ __forceinline__ void count_bin(Shared& s, u32 bin, bool valid) {
 }
 
 // Every score by radix, 12 + 10 + 10 bits, then written in order: exact whatever the ties.
-__device__ __noinline__ void select_all(Shared& s, const Row& row, const Out& out, u32 round) {
+__device__ __noinline__ void select_all(const Row row, const Out out, u32 round) {
     const u32 blocks = (row.end - row.begin + BLOCK - 1) / BLOCK;
     u32 prefix = 0, need = row.k, above_shift = 0;
     for (u32 shift = 20;; shift -= 10) {
@@ -412,11 +491,11 @@ __device__ __noinline__ void select_all(Shared& s, const Row& row, const Out& ou
             for (u32 e = 0; e < 4; ++e) {
                 const u32 key = key_of(x[e]);
                 const bool fits = shift == 20 || (key ^ prefix) >> above_shift == 0;
-                count_bin(s, key >> shift & mask, at + e < row.end && fits);
+                count_bin(key >> shift & mask, at + e < row.end && fits);
             }
         }
         Found found;
-        find_from_top(s, merge(s, row, round++), need, found);
+        find_from_top(merge(row, round++), shift == 20, need, found);
         prefix |= found.bin << shift;
         need -= found.above;
         above_shift = shift;
@@ -458,7 +537,7 @@ __device__ __noinline__ void select_all(Shared& s, const Row& row, const Out& ou
             const u32 key = key_of(x[e]);
             if (at + e < row.end) counts += (key > prefix) + ((key == prefix) << 16);
         }
-        u32 total, before = block_exclusive(s, counts, b & 1, total);
+        u32 total, before = block_exclusive(counts, b & 1, total);
         u32 g = greater_so_far + (before & 0xffff), q = equal_so_far + (before >> 16);
         for (u32 e = 0; e < 4; ++e) {
             const u32 key = key_of(x[e]);
@@ -479,11 +558,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
          int* rows,                // [T, k] or null: mirror rows of the positions
          const int* pages,         // [requests, pages_stride] or null: mirror pages
          i64 pages_stride, i64 tokens_per_request) {
-    extern __shared__ __align__(16) unsigned char memory[];
-    Shared& s = *reinterpret_cast<Shared*>(memory);
     const u32 ctas = cluster_size(), rank = cluster_rank(), shift = 31 - __clz(ctas);
-    for (u32 i = threadIdx.x; i < 3 * BINS / 4; i += THREADS)
-        reinterpret_cast<uint4*>(s.hist)[i] = make_uint4(0, 0, 0, 0);
+    const auto clear = [](u32* bins) {
+#pragma unroll
+        for (u32 i = 0; i < BINS / THREADS / 4; ++i)
+            reinterpret_cast<uint4*>(bins)[threadIdx.x + i * THREADS] = make_uint4(0, 0, 0, 0);
+    };
+    clear(s.merged[0]);
     if (threadIdx.x == 0) s.count = s.settled = s.top = s.sums[0] = s.sums[1] = 0;
     // Nobody may add to a histogram that is not yet cleared; the wait is after the first loads.
     if (ctas > 1) cluster_arrive();
@@ -509,34 +590,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Row row{scores + t * stride, min(rank * chunk, length), min(rank * chunk + chunk, length), 0,
             rank, ctas, shift, static_cast<u32>(k), static_cast<u32>(cap)};
     row.tiles = max((chunk + TILE * BLOCK - 1) / (TILE * BLOCK), 1u);
-    Candidates c;
-    c.positions = reinterpret_cast<u32*>(memory + sizeof(Shared));
-    c.keys = c.positions + cap;
+    const Candidates c(row.cap);
 
-    float4 now[TILE], next[TILE];
-    load_tile(row, 0, now);
-    if (row.tiles > 1) load_tile(row, 1, next);
+    float4 even[TILE], odd[TILE];
+    load_tile(row, 0, even);
+    if (row.tiles > 1) load_tile(row, 1, odd);
+    clear(s.hist);
+    clear(s.merged[1]);
     if (ctas > 1) cluster_wait();
-    else __syncthreads();
+    __syncthreads();
 
-    mask_tile(row, 0, now);
+    mask_tile(row, 0, even);
     u32 round = 0;
-    u32 bound = max(lower_bound(s, row, now, length, round), KEY_NEGATIVE_INFINITY);
+    u32 bound = max(lower_bound(row, even, length, round), KEY_NEGATIVE_INFINITY);
+    // Two tiles in turn, so that one is on its way while the other is looked at.
+    const auto look = [&](float4(&v)[TILE], u32 tile) {
+        if (tile) {
+            if (__syncthreads_or(s.count > row.cap / 2)) {  // agreed on: the count moves on after it
+                const u32 count = s.count;
+                __syncthreads();
+                if (count > row.k && count <= row.cap) bound = max(bound, tighten(row, bound));
+            }
+            mask_tile(row, tile, v);
+        }
+        filter(row, c, v, tile, score_of(bound));
+        if (tile + 2 < row.tiles) load_tile(row, tile + 2, v);
+    };
 #pragma unroll 1
-    for (u32 tile = 0;;) {
-        filter(s, row, c, now, tile, score_of(bound));
-        if (++tile == row.tiles) break;
-#pragma unroll
-        for (u32 i = 0; i < TILE; ++i) now[i] = next[i];
-        if (tile + 1 < row.tiles) load_tile(row, tile + 1, next);
-        __syncthreads();
-        const u32 count = s.count;
-        __syncthreads();
-        if (count > row.cap / 2 && count > row.k && count <= row.cap) bound = max(bound, tighten(s, row, c, bound));
-        mask_tile(row, tile, now);
+    for (u32 tile = 0; tile < row.tiles; tile += 2) {
+        look(even, tile);
+        if (tile + 1 < row.tiles) look(odd, tile + 1);
     }
     __syncthreads();
-    settle(s, row, c);
+    settle(row, c);
     __syncthreads();
 
     // Step 3: everyone gets every candidate's key.
@@ -558,8 +644,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const u32 listed = lane < ctas ? s.counts[lane] : 0;
     const u32 top = __reduce_max_sync(FULL_WARP, lane < ctas ? s.tops[lane] : 0);
     if (__any_sync(FULL_WARP, listed > row.cap) || warp_sum(listed) < row.k) {
-        select_all(s, row, out, round);
+        select_all(row, out, round);
         return;
     }
-    emit_candidates(s, row, c, select(s, c.keys, s.counts, row.shift, row.cap, bound, top, row.k), out);
+    emit_candidates(row, c, select(c.keys, s.counts, row.shift, row.cap, bound, top, row.k), out);
 }

@@ -114,7 +114,7 @@ def _choose(batch: int, k: int, count: int, rng: torch.Generator) -> Tensor:
 @pytest.mark.parametrize("cluster", [1, 8, 16])
 def test_steps_of_random_choices(batch: int, k: int, cluster: int, rng: torch.Generator) -> None:
     """Ten steps over a mirror several times the hot set: hits, misses and evictions in each."""
-    if batch * k > 16384 * cluster:
+    if batch * k > 8192 * cluster:
         pytest.skip("more rows than the cluster takes")
     slot_count = max(8, -(-2 * batch * k // 8) * 8)
     world = World(max(4, 6 * slot_count // 64 // 4), slot_count)
