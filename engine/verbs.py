@@ -132,6 +132,8 @@ class Verbs:
     def _open_session(self, message: m.OpenSession) -> None:
         known = self._engine.sessions.get(message.session_id)
         if known is not None:
+            if known.request is not None:
+                self._engine.end(known.request, "cancelled")
             self._engine.forget(known)
         transcript = Transcript(
             self._engine.tiers.root(message.salt), self._tokens(message.token_ids)
@@ -287,8 +289,14 @@ class Verbs:
 
     def _suspended(self, op_id: int, session: Session, suspension: Suspension) -> m.Ack | None:
         if not suspension.done:
+            if not self._engine.tiers.coordinator.up:
+                raise StoreUnavailable("the store went away before everything was written")
             return None
-        if suspension.tail_key is not None:
+        if suspension.tail_key is None:
+            pass  # there was no tail to write
+        elif not suspension.is_of(session.id, session.transcript):
+            self._engine.retention.drop_tail(session.salt, suspension.tail_key)
+        else:
             previous = session.stored_tail
             if previous is not None and previous.owned and previous.digest != suspension.tail_key:
                 self._engine.retention.drop_tail(session.salt, previous.digest)

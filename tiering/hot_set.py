@@ -213,10 +213,10 @@ class HotSet:
 
     def _read_chosen(self, layer: int, place: C4Place, chosen: Tensor) -> tuple[Rows, Tensor]:
         named, inverse = torch.unique(chosen, return_inverse=True)
-        ids = torch.arange(len(named))
-        present = named >= 0
+        present = named[named >= 0]  # what is left out sorts first: ids are from 0 on
+        inverse = inverse - (len(named) - len(present))
         self._staging[layer % 2].copy_from(
-            ids[present], self._mirror[layer], place.mirror_rows(named[present].long())
+            torch.arange(len(present)), self._mirror[layer], place.mirror_rows(present.long())
         )
         return self._staging[layer % 2], torch.where(chosen >= 0, inverse, -1)
 

@@ -148,17 +148,21 @@ class _HostSplit:
     def of(cls, model: ModelSizes, budgets: Budgets) -> _HostSplit:
         # One rolling point a running session and a few to keep, whatever the share says.
         floor = budgets.max_batch + 4
-        share = budgets.host_bytes // 8
-        resume_slots = max(floor, min(budgets.resume_bytes, share) // model.resume_bytes)
-        tail_bytes = min(
-            budgets.idle_tails * (model.tail_slot_bytes + model.mirror_page_bytes), share
+        resume_bytes = max(
+            floor * model.resume_bytes, min(budgets.resume_bytes, budgets.host_bytes // 8)
         )
-        left = budgets.host_bytes - resume_slots * model.resume_bytes - tail_bytes
-        pages = left // model.mirror_page_bytes
+        resume_slots = resume_bytes // model.resume_bytes
+        # Each part is an eighth of what is left, not of the whole, and counts in full even where
+        # slots do not fill it: so no part ever grows by more than the budget does.
+        left = max(budgets.host_bytes - resume_bytes, 0)
+        tail_bytes = min(
+            budgets.idle_tails * (model.tail_slot_bytes + model.mirror_page_bytes), left // 8
+        )
+        pages = (left - tail_bytes) // model.mirror_page_bytes
         if pages < 2:
             raise ExceedsCapacity(
-                f"host budget {budgets.host_bytes} B holds no session: {resume_slots} resume points "
-                f"need {resume_slots * model.resume_bytes} B and two pages "
+                f"host budget {budgets.host_bytes} B holds no session: {resume_slots} resume "
+                f"points need {resume_slots * model.resume_bytes} B and two pages "
                 f"{2 * model.mirror_page_bytes} B"
             )
         return cls(pages, resume_slots, tail_bytes)

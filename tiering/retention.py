@@ -25,6 +25,7 @@ class Suspension:
     blocks: int
     tail_key: bytes | None
     tail_size: int
+    tail_position: int = 0
     futures: list[Future[None]] = field(default_factory=list)
 
     @property
@@ -39,6 +40,12 @@ class Suspension:
             raise StoreUnavailable("a page was evicted before it was stored")
         return all(future.done() for future in self.futures) and all(
             node.stored for node in self.path
+        )
+
+    def is_of(self, name: str, transcript: Transcript) -> bool:
+        """Whether its tail is of these tokens: they may have been rewound since."""
+        return len(transcript) >= self.tail_position and self.tail_key == tail_digest(
+            name, transcript, self.tail_position
         )
 
 
@@ -106,7 +113,8 @@ class Retention:
         manager = self._manager
         if not manager.coordinator.up:
             raise StoreUnavailable("no prefix store is configured, or it is away")
-        position = tail.position if tail is not None else len(transcript)
+        # Without a tail the last token is still to be computed, and its block with it.
+        position = tail.position if tail is not None else max(len(transcript) - 1, 0)
         path = manager.match(transcript, tenant, position)
         for node in path:
             manager.coordinator.queue(node, ObjectKind.PAGE)
@@ -117,6 +125,7 @@ class Retention:
             packed = manager.idle.pack(tail)
             key = tail_digest(name, transcript, tail.position)
             suspension.tail_key, suspension.tail_size = key, len(packed)
+            suspension.tail_position = tail.position
             suspension.futures.append(
                 manager.coordinator.submit_tail(ObjectKey(ObjectKind.TAIL, tenant, key), packed)
             )

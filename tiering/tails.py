@@ -9,10 +9,12 @@ tail is packed to the bytes in use; losing one costs a recomputation, never an a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from dsv4_tierd.kernels.tail_layout import C128_RING, TailLayout
 from dsv4_tierd.tiering.errors import TransferFailed
@@ -39,9 +41,10 @@ class Tail:
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
     version: int
-    position: int
+    position: Annotated[int, msgspec.Meta(ge=0)]
     ring_rows: int
     page_bytes: int
+    checksum: int  # XXH3 of the body, seeded with the position
 
 
 class TailPool:
@@ -83,10 +86,11 @@ class TailPool:
         if page is not None:
             parts.append(page)
             page_bytes = page.numel()
-        header = msgspec.msgpack.encode(
-            _Header(TAIL_FORMAT_VERSION, position, ring_rows, page_bytes)
-        )
         body = torch.cat([part.cpu() for part in parts]).numpy().tobytes()
+        checksum = xxh3_64_intdigest(body, position)
+        header = msgspec.msgpack.encode(
+            _Header(TAIL_FORMAT_VERSION, position, ring_rows, page_bytes, checksum)
+        )
         return len(header).to_bytes(4, "little") + header + body
 
     def unpack(self, packed: bytes, slot: int, page: Tensor | None) -> int:
@@ -98,6 +102,10 @@ class TailPool:
         ring_bytes = sum(header.ring_rows * ring.shape[2] * 4 for ring in self.c128_rings)
         if len(body) != self._fixed_bytes + ring_bytes + header.page_bytes:
             raise TransferFailed(f"packed tail has {len(body)} bytes, not what its header says")
+        if header.page_bytes != (0 if page is None else page.numel()):
+            raise TransferFailed(f"packed tail has a page of {header.page_bytes} bytes")
+        if xxh3_64_intdigest(body, header.position) != header.checksum:
+            raise TransferFailed("packed tail has a wrong checksum")
         data = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self.slots.device)
         self.clear(slot)
         self.slots[slot, : self._fixed_bytes] = data[: self._fixed_bytes]
@@ -108,8 +116,7 @@ class TailPool:
                 data[offset : offset + size].view(torch.float32).view(-1, ring.shape[2])
             )
             offset += size
-        if header.page_bytes:
-            assert page is not None and page.numel() == header.page_bytes, (header, page)
+        if page is not None:
             page.copy_(data[offset:])
         return header.position
 
