@@ -143,10 +143,11 @@ class Catalogue:
                 pending.extend((child, False) for child in self.children(entry))
         return found
 
-    def pop_victim(self, protected: frozenset[bytes]) -> Entry | None:
+    def pop_victim(self, protected: frozenset[bytes], tenant: str | None = None) -> Entry | None:
         """Remove and return the least recently used entry that carries nothing.
 
-        None where there is none: the rest is being read, or its digest is ``protected``.
+        None where there is none: the rest is being read, its digest is ``protected``, or it
+        belongs to another than the ``tenant`` that was asked for.
         """
         held: list[Entry] = []
         victim = None
@@ -158,6 +159,8 @@ class Catalogue:
             if entry.used != used:
                 self._offer(entry)
             elif entry.readers or entry.key.digest in protected:
+                held.append(entry)
+            elif tenant is not None and entry.key.tenant != tenant:
                 held.append(entry)
             else:
                 victim = entry

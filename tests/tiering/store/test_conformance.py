@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import redis_servers
 from dsv4_tierd.tiering.errors import PreconditionFailed, StoreUnavailable, TransferFailed
 from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, PrefixStore, StoredObject
 from naive_store import NaiveStore
+from redis_cases import open_redis
 from store_cases import (
     IDENTITY,
     FaultyFiles,
@@ -29,6 +31,7 @@ OPENERS: dict[str, Callable[[Path], PrefixStore]] = {
     "naive": lambda folder: NaiveStore(IDENTITY.digest),
     "disk": open_disk,
     "disk_without_holes": lambda folder: open_disk(folder, files=FaultyFiles(holes=False)),
+    "redis": lambda folder: open_redis(redis_servers.shared().url),
 }
 
 
@@ -181,7 +184,7 @@ def test_a_closed_store_says_so(store: PrefixStore) -> None:
     assert not store.usage().up
 
 
-@pytest.mark.parametrize("kind", ["disk", "disk_without_holes"])
+@pytest.mark.parametrize("kind", ["disk", "disk_without_holes", "redis"])
 def test_many_threads_at_once(kind: str, tmp_path: Path) -> None:
     """Writers, readers and a deleter share a store: nothing is lost, nothing read is wrong."""
     store = OPENERS[kind](tmp_path / "store")

@@ -1,0 +1,314 @@
+"""What a store's keys are called, what a catalogue row says, and the changes that are atomic.
+
+::
+
+    tierd:1:identities                   hash  identity hex -> the fields behind it, as JSON
+    tierd:1:{<identity>}:cat             hash  kind, digest, tenant -> row: the catalogue
+    tierd:1:{<identity>}:live            hash  extent -> how many rows point into it
+    tierd:1:{<identity>}:meta            hash  extent -> when it goes (ms of the server's clock, or 0)
+    tierd:1:{<identity>}:pins            hash  kind, digest, tenant -> 1
+    tierd:1:{<identity>}:doomed          hash  bytes that nothing points to and that must go
+    tierd:1:{<identity>}:log             stream of changes, for the other daemons
+    tierd:1:{<identity>}:epoch           drawn when the catalogue was begun
+    tierd:1:x:<identity>:<tenant>:<kind>:<digest>:<ms>-<nonce>[.<part>]   an extent's bytes
+
+Everything of one catalogue has one hash tag, so a script may change it on a cluster; extents
+spread over all slots. Bytes are written first and published last.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from dsv4_tierd.tiering.errors import TransferFailed
+from dsv4_tierd.tiering.store.codec import DIGEST_BYTES
+from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind
+
+PREFIX = b"tierd:1:"
+IDENTITIES = PREFIX + b"identities"
+EXTENTS = PREFIX + b"x:"
+LOG_EVENTS_MAX = 4096
+ROWS_PER_CALL = 500  # a Lua script's stack is bounded
+
+_ROW = struct.Struct("<BBQQQQ32s")
+_ROW_VERSION = 1
+_NO_PARENT = bytes(DIGEST_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Keys of one identity's catalogue. ``identity``: hex."""
+
+    identity: str
+
+    def _key(self, what: str) -> bytes:
+        return PREFIX + f"{{{self.identity}}}:{what}".encode()
+
+    @property
+    def cat(self) -> bytes:
+        return self._key("cat")
+
+    @property
+    def live(self) -> bytes:
+        return self._key("live")
+
+    @property
+    def meta(self) -> bytes:
+        return self._key("meta")
+
+    @property
+    def pins(self) -> bytes:
+        return self._key("pins")
+
+    @property
+    def doomed(self) -> bytes:
+        return self._key("doomed")
+
+    @property
+    def log(self) -> bytes:
+        return self._key("log")
+
+    @property
+    def epoch(self) -> bytes:
+        return self._key("epoch")
+
+    def all(self) -> list[bytes]:
+        """Every key, the epoch first: without it nothing of the rest counts."""
+        return [self.epoch, self.cat, self.live, self.meta, self.pins, self.doomed, self.log]
+
+    def extent(self, key: ObjectKey, now_ms: int) -> bytes:
+        """A name that no other writer draws, for an extent that begins with ``key``."""
+        tenant = blake3(key.tenant.encode()).hexdigest(length=8)
+        own = f"{self.identity[:16]}:{tenant}:{int(key.kind)}:{key.digest.hex()[:16]}"
+        return EXTENTS + f"{own}:{now_ms:x}-{os.urandom(6).hex()}".encode()
+
+
+def part_name(extent: bytes, part: int) -> bytes:
+    """Key of an extent's n-th value."""
+    return extent if part == 0 else b"%s.%d" % (extent, part)
+
+
+def extent_of(key: bytes) -> tuple[bytes, int]:
+    """The extent that a value's key belongs to, and when it was named (ms, the server's clock)."""
+    extent = key.partition(b".")[0]
+    return extent, int(extent.rpartition(b":")[2].partition(b"-")[0], 16)
+
+
+def field_of(key: ObjectKey) -> bytes:
+    """A row's field: kind, digest, tenant."""
+    return bytes([key.kind]) + key.digest + key.tenant.encode()
+
+
+def key_of(field: bytes) -> ObjectKey:
+    """The object that a field names."""
+    end = 1 + DIGEST_BYTES
+    return ObjectKey(ObjectKind(field[0]), field[end:].decode(), field[1:end])
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A catalogue row: a record's place in an extent of ``extent_bytes``, and its parent."""
+
+    extent: bytes
+    extent_bytes: int
+    offset: int
+    size: int
+    payload_bytes: int
+    parent: bytes | None
+
+    def pack(self) -> bytes:
+        """As it stands in the catalogue."""
+        return (
+            _ROW.pack(
+                _ROW_VERSION,
+                self.parent is not None,
+                self.extent_bytes,
+                self.offset,
+                self.size,
+                self.payload_bytes,
+                _NO_PARENT if self.parent is None else self.parent,
+            )
+            + self.extent
+        )
+
+    @classmethod
+    def unpack(cls, row: bytes) -> Place:
+        """Raises TransferFailed: not a row of this version."""
+        if len(row) <= _ROW.size or row[0] != _ROW_VERSION:
+            raise TransferFailed(f"a catalogue row of {len(row)} bytes, version {row[:1].hex()}")
+        _, has_parent, extent_bytes, offset, size, payload_bytes, parent = _ROW.unpack_from(row)
+        if offset + size > extent_bytes or payload_bytes > size:
+            raise TransferFailed("a catalogue row contradicts itself")
+        extent = row[_ROW.size :]
+        return cls(
+            extent, extent_bytes, offset, size, payload_bytes, parent if has_parent else None
+        )
+
+    def parts(self, value_bytes: int) -> int:
+        """How many values the extent has."""
+        return max(1, -(-self.extent_bytes // value_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Doom:
+    """Bytes that must go: a whole extent, or (``size`` > 0) one record within a live one."""
+
+    extent: bytes
+    extent_bytes: int
+    offset: int = 0
+    size: int = 0
+
+    @property
+    def field(self) -> bytes:
+        """As it stands in the hash of the doomed; the scripts make the same."""
+        whole = b"%s|%d" % (self.extent, self.extent_bytes)
+        return whole + (b"|%d|%d" % (self.offset, self.size) if self.size else b"")
+
+    @classmethod
+    def parse(cls, field: bytes) -> Doom:
+        """The inverse of ``field``."""
+        extent, *numbers = field.split(b"|")
+        return cls(extent, *(int(number) for number in numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One entry of the log. ``pairs``: rows by field, or ``x`` + extent with its expiry."""
+
+    id: tuple[int, int]
+    verb: bytes
+    pairs: list[tuple[bytes, bytes]]
+
+
+def event_id(text: bytes) -> tuple[int, int]:
+    """An entry's id as numbers, which order as the entries do."""
+    ms, _, number = text.partition(b"-")
+    return int(ms), int(number)
+
+
+def events_of(entries: list[object]) -> Iterator[Event]:
+    """Events from a reply of XREAD or XRANGE."""
+    for entry in entries:
+        assert isinstance(entry, list)
+        name, flat = entry
+        pairs = list(zip(flat[::2], flat[1::2], strict=True))
+        yield Event(event_id(name), pairs[0][1], pairs[1:])
+
+
+# KEYS: epoch cat live meta pins doomed log. All scripts take all, so that a cluster routes them.
+
+# ARGV: epoch, events kept, ttl in ms, rows, then of each: field, row, field of the parent that it
+# needs or '', extent. Rows that are there stay. Returns ok, event id or '', the server's ms, rows.
+PUBLISH = """#!lua
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {'epoch'} end
+local count, ttl, fresh = tonumber(ARGV[4]), tonumber(ARGV[3]), {}
+for i = 0, count - 1 do
+  local field, parent = ARGV[5 + 4 * i], ARGV[7 + 4 * i]
+  if parent ~= '' and not fresh[parent] and redis.call('HEXISTS', KEYS[2], parent) == 0
+      and redis.call('HEXISTS', KEYS[2], field) == 0 then
+    return {'parent', parent}
+  end
+  fresh[field] = true
+end
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local expires = ttl > 0 and string.format('%.0f', now + ttl) or '0'
+local event, reply, used = {'verb', 'put'}, {'ok', '', string.format('%.0f', now)}, {}
+for i = 0, count - 1 do
+  local field, row, extent = ARGV[5 + 4 * i], ARGV[6 + 4 * i], ARGV[8 + 4 * i]
+  if redis.call('HSETNX', KEYS[2], field, row) == 1 then
+    used[extent] = (used[extent] or 0) + 1
+    event[#event + 1] = field
+    event[#event + 1] = row
+    reply[#reply + 1] = row
+  else
+    reply[#reply + 1] = redis.call('HGET', KEYS[2], field)
+  end
+end
+for extent, rows in pairs(used) do
+  redis.call('HINCRBY', KEYS[3], extent, rows)
+  redis.call('HSET', KEYS[4], extent, expires)
+  event[#event + 1] = 'x' .. extent
+  event[#event + 1] = expires
+end
+if #event > 2 then
+  reply[2] = redis.call('XADD', KEYS[7], 'MAXLEN', '~', ARGV[2], '*', unpack(event))
+end
+return reply
+"""
+
+# ARGV: events kept, rows, then of each: field, row, extent, '|bytes', '|offset|size' to erase or
+# ''. Only rows that still say the same go. Returns event id or '', how many went, the doomed.
+REMOVE = """#!lua flags=allow-oom
+local event, doomed, gone = {'verb', 'del'}, {}, 0
+for i = 0, tonumber(ARGV[2]) - 1 do
+  local field, row, extent = ARGV[3 + 5 * i], ARGV[4 + 5 * i], ARGV[5 + 5 * i]
+  if redis.call('HGET', KEYS[2], field) == row then
+    redis.call('HDEL', KEYS[2], field)
+    redis.call('HDEL', KEYS[5], field)
+    gone = gone + 1
+    event[#event + 1] = field
+    event[#event + 1] = row
+    local name = extent .. ARGV[6 + 5 * i]
+    if redis.call('HINCRBY', KEYS[3], extent, -1) <= 0 then
+      redis.call('HDEL', KEYS[3], extent)
+      redis.call('HDEL', KEYS[4], extent)
+      doomed[#doomed + 1] = name
+    elseif ARGV[7 + 5 * i] ~= '' then
+      doomed[#doomed + 1] = name .. ARGV[7 + 5 * i]
+    end
+  end
+end
+for _, name in ipairs(doomed) do redis.call('HSET', KEYS[6], name, '1') end
+local id = ''
+if gone > 0 then
+  id = redis.call('XADD', KEYS[7], 'MAXLEN', '~', ARGV[1], '*', unpack(event))
+end
+return {id, gone, unpack(doomed)}
+"""
+
+# ARGV: events kept, ttl in ms (0: for good), extents. Returns event id or ''.
+USE = """#!lua flags=allow-oom
+local time, event, ttl = redis.call('TIME'), {'verb', 'use'}, tonumber(ARGV[2])
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local expires = ttl > 0 and string.format('%.0f', now + ttl) or '0'
+for i = 3, #ARGV do
+  if redis.call('HEXISTS', KEYS[3], ARGV[i]) == 1 then
+    redis.call('HSET', KEYS[4], ARGV[i], expires)
+    event[#event + 1] = 'x' .. ARGV[i]
+    event[#event + 1] = expires
+  end
+end
+if #event == 2 then return '' end
+return redis.call('XADD', KEYS[7], 'MAXLEN', '~', ARGV[1], '*', unpack(event))
+"""
+
+# ARGV: events kept, 'pin' or 'unpin', fields: all or none. Returns event id, or '' and the field
+# that stands in the way.
+PIN = """#!lua flags=allow-oom
+local event = {'verb', ARGV[2]}
+for i = 3, #ARGV do
+  local where = ARGV[2] == 'pin' and KEYS[2] or KEYS[5]
+  if redis.call('HEXISTS', where, ARGV[i]) == 0 then return {'', ARGV[i]} end
+  event[#event + 1] = ARGV[i]
+  event[#event + 1] = '1'
+end
+for i = 3, #ARGV do
+  if ARGV[2] == 'pin' then redis.call('HSET', KEYS[5], ARGV[i], '1')
+  else redis.call('HDEL', KEYS[5], ARGV[i]) end
+end
+return {redis.call('XADD', KEYS[7], 'MAXLEN', '~', ARGV[1], '*', unpack(event)), ''}
+"""
+
+# KEYS: a value. ARGV: offset, size. Zeroes where there is something to zero.
+ERASE = """#!lua flags=allow-oom
+if redis.call('STRLEN', KEYS[1]) >= ARGV[1] + ARGV[2] then
+  redis.call('SETRANGE', KEYS[1], ARGV[1], string.rep('\\0', tonumber(ARGV[2])))
+end
+return 1
+"""
