@@ -18,7 +18,7 @@ from engine_probe import (
     largest_difference,
     miss_every_row,
     record_choices,
-    shuffle_pools,
+    make_hostile,
 )
 from small_models import Model, text
 from torch import Tensor
@@ -51,7 +51,7 @@ class Watched:
 
     def __init__(self, model: Model, seed: int, **settings: object) -> None:
         self.world: World = model.world(**({"max_batch": BATCH} | settings))
-        shuffle_pools(self.world, seed)
+        make_hostile(self.world, seed)
         self.probe = Probe(self.world)
 
     def turn(self, session: str, words: list[int], **sampling: object) -> Turn:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from engine_probe import Probe, largest_difference, shuffle_pools
+from engine_probe import Probe, largest_difference, make_hostile
 from small_models import Model, text
 from torch import Tensor
 from world import World
@@ -37,7 +37,7 @@ class Watched:
 
     def __init__(self, model: Model, **settings: object) -> None:
         self.world: World = model.world(**settings)
-        shuffle_pools(self.world, seed=11)
+        make_hostile(self.world, seed=11)
         self.probe = Probe(self.world)
 
     def run(self, words: list[int], session: str | None = None, salt: str = "") -> Run:

@@ -1,4 +1,4 @@
-"""Watches an engine from inside: every logit it computes, and pools dealt out in random order."""
+"""Watches an engine from inside, and makes its memory as unlucky as it may be."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from world import World
 
 from dsv4_tierd.engine.runner import Chunk
+from dsv4_tierd.tiering.hot_set import HotSet
 from dsv4_tierd.tiering.pages import PagePool
 from dsv4_tierd.tiering.sequence import Sequence
 
@@ -57,18 +58,31 @@ class Probe:
         return next(r.id for r in self._engine.scheduler.running if r.seq is seq)
 
 
-def shuffle_pools(world: World, seed: int) -> None:
-    """Deal pages, tail slots and resume slots in random orders, the two page pools differently.
+def make_hostile(world: World, seed: int) -> None:
+    """Nothing is right by luck in a new world: memory is NaN, and places are dealt at random.
 
-    A page number of one pool then means nothing in the other, so one used in the place of the
-    other cannot be right by luck.
+    Mirror and device pages are dealt in different orders, so a number of one pool means nothing
+    in the other.
     """
+    _fill_with_nan(world)
     draw = random.Random(seed)
     tiers = world.tiers
     for pool in (tiers.mirror_pool, tiers.device_pool):
         _deal_at_random(pool, random.Random(draw.random()))
     draw.shuffle(tiers.tails.free_slots())
     draw.shuffle(tiers.points.free_slots())
+
+
+def _fill_with_nan(world: World) -> None:
+    """All ones is a NaN in every row format."""
+    tiers, rows = world.tiers, world.tiers.c4
+    for memory in (tiers.memory.mirror, tiers.memory.device, tiers.tails.slots, tiers.points.slots):
+        memory.fill_(0xFF)
+    if isinstance(rows, HotSet):
+        for pool in (*rows.rows, *rows._staging):
+            pool.data.fill_(0xFF if pool.data.dtype is torch.uint8 else float("nan"))
+            if pool.scale is not None:
+                pool.scale.fill_(0xFF)
 
 
 def _deal_at_random(pool: PagePool, draw: random.Random) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from world import World
+from world import MIB, World
 
 from dsv4_tierd.engine.model.transformer import Transformer
 
@@ -19,8 +19,9 @@ class Model:
     transformer: Transformer
 
     def world(self, **settings: object) -> World:
-        """A new engine over this model."""
-        return World(self.transformer, self.folder, identity=bytes(32), **settings)  # type: ignore[arg-type]
+        """A new engine over this model; its pools hold some 25,000 tokens."""
+        given = {"host_budget_bytes": 24 * MIB, "identity": bytes(32)} | settings
+        return World(self.transformer, self.folder, **given)  # type: ignore[arg-type]
 
 
 def text(seed: int, count: int, vocab: int = 512) -> list[int]:
