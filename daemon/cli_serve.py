@@ -22,17 +22,18 @@ from dsv4_tierd.tiering.units import format_bytes
 
 def run_serve(flags: Mapping[str, Any], file: Path | None, as_json: bool, err: Console) -> int:
     """Exit code: 0 drained, 1 could not serve, 2 wrong settings."""
+    try:
+        config = load_config(flags, file)
+    except BadConfig as error:
+        err.print(f"[red]{error.message}[/red]", highlight=False)
+        return 2
+
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
         force=True,
     )
-    try:
-        config = load_config(flags, file)
-    except BadConfig as error:
-        err.print(f"[red]{error.message}[/red]", highlight=False)
-        return 2
 
     async def announce(service: Service, port: int) -> None:
         await service.worker.wait_ready()

@@ -112,16 +112,19 @@ class AsyncTierd:
 
     async def ready(self) -> Json:
         """What /ready says, ready or not."""
-        async with self._client().get(self.base_url + "/ready") as response:
-            found: Json = await response.json()
-            return found
+        try:
+            async with self._client().get(self.base_url + "/ready") as response:
+                found: Json = await response.json()
+                return found
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ConnectionFailedError(f"GET /ready: {error!r}") from error
 
     async def wait_ready(self, timeout_s: float = 300.0, *, not_pid: int | None = None) -> None:
         """Wait until an engine serves (another than ``not_pid``). Raises UnavailableError."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    with suppress(aiohttp.ClientError):
+                    with suppress(ConnectionFailedError):
                         found = await self.ready()
                         if found["ready"] and found["engine_pid"] != not_pid:
                             return
