@@ -29,7 +29,8 @@ def draw(logits: Tensor, sampling: Sampling, position: int) -> Draw:
 
 def _sample(logits: Tensor, sampling: Sampling, position: int) -> int:
     """Inverse of the cumulative distribution, in order of falling probability."""
-    scaled = logits.double() / sampling.temperature
+    # Relative to the best, so that no temperature makes it infinite.
+    scaled = (logits.double() - float(logits.max())) / sampling.temperature
     order = torch.argsort(scaled, descending=True, stable=True)
     probabilities = torch.softmax(scaled[order], 0)
     if sampling.top_k > 0:
