@@ -12,7 +12,7 @@ from dsv4_tierd.engine.messages import Sampling
 from dsv4_tierd.engine.sampler import draw, uniform
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 2.5, 0.0, 1.0, -3.0, 2.5])  # 3 and 7 tie for the first place
-DRAWS = 4000
+DRAWS = 2000
 # Chi-square of up to 7 degrees of freedom exceeds 29.9 once in 10,000 fair samples.
 CHI_SQUARE_MAX = 29.9
 
