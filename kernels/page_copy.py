@@ -1,12 +1,14 @@
 """Page copies between the device and the pinned mirror: in runs, on side streams.
 
 Pages whose ids follow one another on both sides make one run, and a run is one 2D copy by the copy
-engine, which takes no multiprocessor. On a CPU the twin in ``kernels/ref/page_copy.py`` runs.
+engine, which takes no multiprocessor. Pages that stand alone go as one batch: a call each would
+cost more than the copy. On a CPU the twin in ``kernels/ref/page_copy.py`` runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch import Tensor
 from dsv4_tierd.kernels.ref import page_copy as ref
 
 Ids = Tensor | Sequence[int]
+_RUN_MIN = 8  # pages; a shorter run is copied page by page in the batch
 
 
 def copy_pages(
@@ -26,7 +29,7 @@ def copy_pages(
     dst, src: [*, bytes] uint8, any pitch (a device page is a view of the tail of a mirror page);
     host memory pinned. dst_ids, src_ids: [n] ints, in host memory; dst_ids distinct; n may be 0.
     Queued on torch's current stream when either side is on a GPU: the caller keeps both sides
-    until that is done. Raises ValueError on pageable memory. Cost: one copy a run.
+    until that is done. Raises ValueError on pageable memory. Cost: one call a run, one for the rest.
     """
     if src.device.type == "cpu" and dst.device.type == "cpu":
         ref.copy_pages(dst, _tensor(dst_ids), src, _tensor(src_ids), columns)
@@ -35,8 +38,14 @@ def copy_pages(
     _check(dst_part, src_part)
     device = src.device if src.device.type == "cuda" else dst.device
     stream = torch.cuda.current_stream(device).cuda_stream
+    single: list[tuple[int, int]] = []
     for first_dst, first_src, count in runs(dst_ids, src_ids):
-        _copy_run(dst_part[first_dst:], src_part[first_src:], count, stream)
+        if count < _RUN_MIN and stream:  # the default stream takes no batches
+            single += [(first_dst + i, first_src + i) for i in range(count)]
+        else:
+            _copy_run(dst_part[first_dst:], src_part[first_src:], count, stream)
+    if single:
+        _copy_batch(dst_part, src_part, single, stream)
 
 
 class PageCopier:
@@ -48,7 +57,7 @@ class PageCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = {way: torch.cuda.Stream(device) for way in ("to_host", "to_device")}  # type: ignore[no-untyped-call]
+        self._streams = {way: torch.cuda.Stream(device) for way in ("to_host", "to_device")}
 
     def copy(
         self, dst: Tensor, dst_ids: Ids, src: Tensor, src_ids: Ids, columns: slice = slice(None)
@@ -71,7 +80,7 @@ def runs(dst_ids: Ids, src_ids: Ids) -> Iterator[tuple[int, int, int]]:
         return
     breaks = np.flatnonzero((np.diff(dst) != 1) | (np.diff(src) != 1)) + 1
     starts = np.concatenate([[0], breaks, [dst.size]])
-    for start, end in zip(starts[:-1], starts[1:], strict=True):
+    for start, end in pairwise(starts):
         yield int(dst[start]), int(src[start]), int(end - start)
 
 
@@ -91,6 +100,30 @@ def _copy_run(dst: Tensor, src: Tensor, count: int, stream: int) -> None:
     )
     if result != runtime.cudaError_t.cudaSuccess:
         raise RuntimeError(f"page copy of {count} x {src.shape[1]} B: {result}")
+
+
+def _copy_batch(dst: Tensor, src: Tensor, pairs: list[tuple[int, int]], stream: int) -> None:
+    from cuda.bindings import runtime
+
+    dst_ids, src_ids = zip(*pairs, strict=True)
+    assert max(dst_ids) < dst.shape[0] and max(src_ids) < src.shape[0], (dst.shape, src.shape)
+    attributes = runtime.cudaMemcpyAttributes()
+    order = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    attributes.srcAccessOrder = order
+    dst_start, dst_pitch = dst.data_ptr(), dst.stride(0)
+    src_start, src_pitch = src.data_ptr(), src.stride(0)
+    (result,) = runtime.cudaMemcpyBatchAsync(
+        [dst_start + page * dst_pitch for page in dst_ids],
+        [src_start + page * src_pitch for page in src_ids],
+        [src.shape[1]] * len(pairs),
+        len(pairs),
+        [attributes],
+        [0],
+        1,
+        stream,
+    )
+    if result != runtime.cudaError_t.cudaSuccess:
+        raise RuntimeError(f"page copies of {len(pairs)} x {src.shape[1]} B: {result}")
 
 
 def _check(dst: Tensor, src: Tensor) -> None:

@@ -83,10 +83,10 @@ __device__ __forceinline__ void store(Shared& s, const Pool& hot, u32 buffer, u3
     }
 }
 
-// First of this lane's four slots in the given probe for a row.
-__device__ __forceinline__ u32 probed(u32 row, u32 probe, u32 lane, u32 sectors) {
+// First of this lane's four slots in the given probe: 4 sectors of 8 slots a group of 8 lanes.
+__device__ __forceinline__ u32 probed(u32 seed, u32 probe, u32 lane, u32 sectors) {
     const u32 which = lane / 2 % 4;
-    u32 h = row * 0x9e3779b1u;
+    u32 h = seed * 0x9e3779b1u;
     h ^= h >> 15;
     u32 sector;
     if (probe < HASHED_PROBES) {
@@ -98,6 +98,8 @@ __device__ __forceinline__ u32 probed(u32 row, u32 probe, u32 lane, u32 sectors)
     }
     return sector * SECTOR + lane % 2 * 4;
 }
+
+__device__ __forceinline__ void prefetch(const int* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // The lane's best slot of four: (stamp, slot), all ones when every one is of this step.
 __device__ __forceinline__ u64 oldest(const int4& stamps, u32 slot, int step) {
@@ -111,42 +113,48 @@ __device__ __forceinline__ u64 oldest(const int4& stamps, u32 slot, int step) {
     return best;
 }
 
-// What a group of lanes would evict: read before it may be taken, checked by the taking.
 struct Victim {
-    u64 best;  // (stamp, slot), all ones: none
+    u32 slot;
     int owner;
 };
 
-__device__ __forceinline__ Victim look_for(const int* stamp, const int* owner, u32 slot_count, int step, u32 row, u32 probe,
-                                           bool active) {
-    const u32 lane = threadIdx.x % 32, first = probed(row, probe, lane, slot_count / SECTOR);
-    u64 best = active ? oldest(load4_volatile(stamp + first), first, step) : ~0ull;
-#pragma unroll
-    for (u32 d = 1; d < GROUP; d <<= 1) best = min(best, __shfl_xor_sync(FULL_WARP, best, d));
-    return Victim{best, best == ~0ull ? -1 : load_relaxed(owner + u32(best))};
-}
-
-// Takes a victim for `row` in each group of 8 lanes that is `active`, starting from one looked for
-// already. Whole warps. An owner read before its slot is taken is right: only who takes changes it.
-__device__ __forceinline__ Victim take(int* stamp, const int* owner, u32 slot_count, int step, u32 row, bool active,
-                                       Victim victim) {
+// Takes a slot in each group of 8 lanes that is `active`, starting from the stamps of probe 0. Whole
+// warps. Who loses a slot tries the next oldest of its 32. The owner is read while the slot is taken:
+// only who takes a slot changes its owner, so what the taker reads is right.
+__device__ __forceinline__ Victim take(int* stamp, const int* owner, u32 sectors, int step, u32 seed, bool active,
+                                       int4 stamps) {
     const u32 lane = threadIdx.x % 32;
+    u32 first = probed(seed, 0, lane, sectors), probe = 0;
     bool done = !active;
-    Victim taken = victim;
+    Victim taken{0, -1};
 #pragma unroll 1
-    for (u32 probe = 1;; ++probe) {
+    while (true) {
+        u64 best = oldest(stamps, first, step);
+#pragma unroll
+        for (u32 d = 1; d < GROUP; d <<= 1) best = min(best, __shfl_xor_sync(FULL_WARP, best, d));
+        const u32 slot = u32(best);
         bool won = false;
-        if (!done && lane % GROUP == 0 && victim.best != ~0ull) {
-            const int seen = static_cast<int>(u32(victim.best >> 32) ^ 0x80000000u);
-            won = atomicCAS(stamp + u32(victim.best), seen, step) == seen;
+        int held = -1;
+        if (!done && lane % GROUP == 0 && best != ~0ull) {
+            const int seen = static_cast<int>(u32(best >> 32) ^ 0x80000000u);
+            held = load_relaxed(owner + slot);
+            won = atomicCAS(stamp + slot, seen, step) == seen;
         }
         won = __shfl_sync(FULL_WARP, won, lane / GROUP * GROUP);
         if (!done && won) {
-            taken = victim;
+            taken = Victim{slot, held};
             done = true;
         }
         if (__all_sync(FULL_WARP, done)) return taken;
-        victim = look_for(stamp, owner, slot_count, step, row, probe, !done);
+        if (done) continue;
+        if (best == ~0ull) {
+            first = probed(seed, ++probe, lane, sectors);
+            stamps = load4_volatile(stamp + first);
+        }
+        if (slot == first) stamps.x = step;
+        if (slot == first + 1) stamps.y = step;
+        if (slot == first + 2) stamps.z = step;
+        if (slot == first + 3) stamps.w = step;
     }
 }
 
@@ -170,6 +178,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const bool any = pair_of(threadIdx.x) < pairs;
     int row = any ? rows[pair_of(threadIdx.x)] : -1;
     const int step = *step_now;
+    // Where this group will look for its first victim, should it need one.
+    const u32 sectors = slot_count / SECTOR, group = threadIdx.x / GROUP;
+    const auto seed_of = [&](u32 m) { return step * 0x85ebca6bu + m * ctas + rank; };
+    u32 first = probed(seed_of(group), 0, lane, sectors);
+    prefetch(stamp + first);
+    prefetch(owner + first);
     if (threadIdx.x < BUFFERS) mbarrier_init(shared_address(&s.arrived[threadIdx.x]), 1);
     if (threadIdx.x == 0) s.missing = 0;
     mbarrier_init_fence();
@@ -203,9 +217,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
     cluster_arrive();
-    const u32 missing = s.missing, group = threadIdx.x / GROUP;
+    const u32 missing = s.missing;
     u32 mine = group;
-    Victim victim = look_for(stamp, owner, slot_count, step, mine < missing ? claimed[mine] : 0, 0, mine < missing);
+    int4 stamps = make_int4(step, step, step, step);
+    if (mine < missing) stamps = load4_volatile(stamp + first);
     cluster_wait();
 
     // Buffers in turn: a claimed row gets its slot, then waits here while it arrives.
@@ -214,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (u32 turn = 0; turn < turns; ++turn, mine += BUFFERS) {
         const bool active = mine < missing;
         const u32 missed = active ? claimed[mine] : 0;
-        if (turn) victim = look_for(stamp, owner, slot_count, step, missed, 0, active);
+        if (turn && active) stamps = load4_volatile(stamp + probed(seed_of(mine), 0, lane, sectors));
         if (turn && active && lane % GROUP == 0) {
             mbarrier_wait(shared_address(&s.arrived[group]), turn - 1 & 1);
             store(s, hot, group, claimed[mine - BUFFERS], given[mine - BUFFERS]);
@@ -223,28 +238,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             fetch(s, mirror, group, missed);
         }
         __syncwarp();
-        victim = take(stamp, owner, slot_count, step, missed, active, victim);
+        const Victim victim = take(stamp, owner, sectors, step, seed_of(mine), active, stamps);
         if (active && lane % GROUP == 0) {
-            const int slot = static_cast<int>(u32(victim.best));
+            const int slot = static_cast<int>(victim.slot);
             if (victim.owner >= 0) store_relaxed(residency + victim.owner, ABSENT);
-            owner[slot] = missed;
+            store_relaxed(owner + slot, missed);
             store_relaxed(residency + missed, slot);
             given[mine] = slot;
             slots[claimants[mine]] = slot;
         }
     }
-    cluster_sync();
+    cluster_arrive();
+
+    // The last row of each buffer, while the others get here.
+    if (lane % GROUP == 0 && group < missing) {
+        const u32 turn = (missing - 1 - group) / BUFFERS, m = group + turn * BUFFERS;
+        mbarrier_wait(shared_address(&s.arrived[group]), turn & 1);
+        store(s, hot, group, claimed[m], given[m]);
+    }
+    __syncwarp();
+    cluster_wait();
 
     for (u32 i = threadIdx.x, turn = 0; pending; i += THREADS, ++turn, pending >>= 1)
         if (pending & 1) slots[pair_of(i)] = load_relaxed(residency + rows[pair_of(i)]);
     hits = warp_sum(hits + (last != step));
     if (lane == 0 && hits) atomicAdd(counters, u64(hits));
     if (threadIdx.x == 0 && missing) atomicAdd(counters + 1, u64(missing));
-
-    // The last row of each buffer.
-    if (lane % GROUP || group >= missing) return;
-    const u32 turn = (missing - 1 - group) / BUFFERS, m = group + turn * BUFFERS;
-    mbarrier_wait(shared_address(&s.arrived[group]), turn & 1);
-    store(s, hot, group, claimed[m], given[m]);
     bulk_wait_read();
 }

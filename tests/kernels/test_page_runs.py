@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ def test_runs_cover_every_pair_in_order_and_are_maximal(pairs: list[tuple[int, i
     """Expanding the runs gives the pairs back; two runs in a row could not be one."""
     found = list(runs([d for d, _ in pairs], [s for _, s in pairs]))
     assert [(d + i, s + i) for d, s, n in found for i in range(n)] == pairs
-    for (d, s, n), (next_d, next_s, _) in zip(found, found[1:], strict=False):
+    for (d, s, n), (next_d, next_s, _) in pairwise(found):
         assert (d + n, s + n) != (next_d, next_s)
 
 

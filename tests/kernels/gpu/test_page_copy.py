@@ -36,6 +36,21 @@ def test_copies_equal_the_twins(way: str, columns: slice, seed: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["h2d", "d2h"])
+def test_scattered_pages_on_a_side_stream_equal_the_twins(way: str, seed: int) -> None:
+    """Single pages, short runs and a long run at once: batch and 2D copies side by side."""
+    del seed
+    copier = op.PageCopier(DEVICE)
+    for count in (1, 3, 40):
+        dst, src = _pools(way)
+        dst_ids = torch.cat([torch.arange(45, 57), torch.randperm(44)[:count]])
+        src_ids = torch.cat([torch.arange(12), torch.randint(0, src.shape[0], (count,))])
+        expected = dst.cpu().clone()
+        ref.copy_pages(expected, dst_ids, src.cpu(), src_ids, slice(3, 4990))
+        copier.copy(dst, dst_ids, src, src_ids, slice(3, 4990)).synchronize()
+        assert torch.equal(dst.cpu(), expected)
+
+
+@pytest.mark.parametrize("way", ["h2d", "d2h"])
 def test_side_stream_waits_for_the_work_before_it(way: str, seed: int) -> None:
     """A copy sees what the current stream wrote before, and the event tells when it is done."""
     del seed
