@@ -21,7 +21,10 @@ FUNCTION_LINES_MAX = 70
 KERNEL_LINES_MAX = 150
 # What a simulator, a router or a client loads must not cost a second and 400 MB.
 TORCH_FREE = (
-    *(f"tiering.{name}" for name in ("admit", "blocks", "errors", "evict", "pages", "plan", "radix")),
+    *(
+        f"tiering.{name}"
+        for name in ("admit", "blocks", "errors", "evict", "pages", "plan", "radix")
+    ),
     *(f"tiering.{name}" for name in ("replay", "units")),
     *(f"tiering.store.{path.stem}" for path in (ROOT / "tiering" / "store").glob("[a-z]*.py")),
     "daemon.client",
