@@ -172,12 +172,14 @@ class Puppet:
 
     # ------------------------------------------------------------ the runner's part
     def prefill(self, seq: Sequence, stop: int, commit: bool = True) -> None:
-        """Tokens up to ``stop`` in chunks that end where a page's rows begin to be written.
+        """Tokens up to ``stop``, cut where the engine cuts: where a page's rows begin to be
+        written, and at the last block boundary.
 
         commit False: give the chunk up just before its end.
         """
         while seq.position < stop:
-            cut = seq.emit_from if seq.position < seq.emit_from < stop else stop
+            cuts = (seq.emit_from, stop // BLOCK_TOKENS * BLOCK_TOKENS, stop)
+            cut = min(cut for cut in cuts if cut > seq.position)
             self._chunk(seq, cut)
             if not commit:
                 return
