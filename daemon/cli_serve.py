@@ -13,10 +13,8 @@ import uvloop
 from rich.console import Console
 
 from dsv4_tierd.daemon.app import serve
-from dsv4_tierd.daemon.config import BadConfig, ServeConfig, load_config
+from dsv4_tierd.daemon.config import BadConfig, CannotStart, ServeConfig, load_config
 from dsv4_tierd.daemon.service import Service
-from dsv4_tierd.daemon.worker import WorkerFailed
-from dsv4_tierd.tiering.errors import TierError
 from dsv4_tierd.tiering.units import format_bytes
 
 
@@ -41,11 +39,11 @@ def run_serve(flags: Mapping[str, Any], file: Path | None, as_json: bool, err: C
 
     try:
         uvloop.run(serve(config, on_listening=announce))
-    except (TierError, OSError) as error:
+    except (CannotStart, OSError) as error:
         err.print(f"[red]{error}[/red]", highlight=False)
         return 1
     except ExceptionGroup as group:
-        failed = group.subgroup((TierError, OSError, WorkerFailed))
+        failed = group.subgroup((CannotStart, OSError))
         if failed is None or failed.exceptions != group.exceptions:
             raise
         for one in failed.exceptions:

@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args, get_type_hints
 import psutil  # type: ignore[import-untyped]
 
 from dsv4_tierd.engine.config import EngineConfig
-from dsv4_tierd.tiering.errors import InvalidRequest
 from dsv4_tierd.tiering.units import parse_bytes
 
 ENV_PREFIX = "DSV4_TIERD_"
@@ -27,10 +26,16 @@ Tiering = Literal["hisparse", "resident", "off"]
 RowFormat = Literal["auto", "fp8", "bf16", "fp32"]
 
 
-class BadConfig(InvalidRequest):
-    """A setting that does not exist or cannot be what it was set to."""
+class CannotStart(Exception):
+    """Why this daemon cannot run here; said to the one who starts it, never to a client."""
 
-    code = "bad_config"
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class BadConfig(CannotStart):
+    """A setting that does not exist or cannot be what it was set to."""
 
 
 def _size(default: int | None) -> Any:

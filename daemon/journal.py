@@ -23,9 +23,10 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from dsv4_tierd.daemon.config import CannotStart
 from dsv4_tierd.daemon.ledger import AnyEvent, Ledger
 from dsv4_tierd.daemon.transcript import TokenRun
-from dsv4_tierd.tiering.errors import StoreUnavailable, TierError
+from dsv4_tierd.tiering.errors import StoreUnavailable
 
 FILE_MAGIC = b"DSV4TJ01"
 BATCH_MAGIC = 0x4A54_4256
@@ -38,16 +39,12 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[AnyEvent])
 
 
-class JournalDamaged(TierError):
+class JournalDamaged(CannotStart):
     """The journal's middle is unreadable; acknowledged facts would be lost by going on."""
 
-    code = "journal_damaged"
 
-
-class StateDirBusy(TierError):
+class StateDirBusy(CannotStart):
     """Another daemon holds the state folder."""
-
-    code = "state_dir_busy"
 
 
 class StateLock:

@@ -23,6 +23,7 @@ from dsv4_tierd.tiering.errors import (
     BadRequest,
     BodyTooLarge,
     InvalidRequest,
+    MethodNotAllowed,
     NotFound,
     Refused,
     TierError,
@@ -56,11 +57,6 @@ def error_response(error: TierError) -> web.Response:
     elif isinstance(error, BadRequest) or error.status == 500:
         response.headers["x-should-retry"] = "false"  # SDKs repeat 409 and 5xx by themselves
     return response
-
-
-class MethodNotAllowed(InvalidRequest):
-    code = "method_not_allowed"
-    status = 405
 
 
 def _from_http(error: web.HTTPException, request: web.Request) -> TierError:

@@ -21,7 +21,7 @@ from dsv4_tierd.daemon.journal import Journal
 from dsv4_tierd.daemon.ledger import AnyEvent, Moved, Turn
 from dsv4_tierd.daemon.metrics import Metrics
 from dsv4_tierd.daemon.operations import Operations
-from dsv4_tierd.daemon.run import NO_LIMIT, Run
+from dsv4_tierd.daemon.run import NO_LIMIT, Run, error_of
 from dsv4_tierd.daemon.sessions import Registry, Session, SessionState
 from dsv4_tierd.daemon.tokenize import TextService
 from dsv4_tierd.daemon.transcript import ID_BYTES, Transcript, common_bytes
@@ -41,10 +41,12 @@ from dsv4_tierd.engine.messages import (
     Submit,
 )
 from dsv4_tierd.tiering.errors import (
+    BadRequest,
     ContextLengthExceeded,
     Draining,
     InvalidRequest,
     PreconditionFailed,
+    Refused,
     SessionNotFound,
     StoreUnavailable,
     TierError,
@@ -264,7 +266,7 @@ class Service:
             run.ended = asyncio.get_running_loop().create_future()
             await self._send(self.bridge(), session, work, run)
             end = await asyncio.shield(run.ended)
-        if isinstance(end, Failed) and run.generated:
+        if isinstance(end, Failed) and (run.generated or not _was_refused(end)):
             await self.forget_in_worker(session)  # it may hold words that are not kept
         if run.flooded:
             await self.forget_in_worker(session)
@@ -330,6 +332,11 @@ class Service:
         for run in list(self.running):
             bridge = self.worker.bridge()
             await bridge.send(Cancel(request_id=run.request_id))
+
+
+def _was_refused(end: Failed) -> bool:
+    """Whether the engine did not even begin: then it holds what it held before."""
+    return isinstance(error_of(end), BadRequest | Refused)
 
 
 def _failed(run: Run, error: TierError) -> Failed:

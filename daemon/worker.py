@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dsv4_tierd.daemon.bridge import Bridge, WorkerProtocolError, restarting
+from dsv4_tierd.daemon.config import CannotStart
 from dsv4_tierd.engine.config import EngineConfig
 from dsv4_tierd.engine.messages import AskStats, LoadProgress, Ready, Stats
 from dsv4_tierd.tiering.errors import TierError
@@ -39,7 +40,7 @@ class WorkerState(StrEnum):
     STOPPED = "stopped"
 
 
-class WorkerFailed(Exception):
+class WorkerFailed(CannotStart):
     """The first worker died before it was ever ready: the settings cannot work."""
 
 

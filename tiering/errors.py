@@ -12,6 +12,7 @@
     │   ├── Unauthorized            401 unauthorized
     │   ├── SessionNotFound         404 session_not_found
     │   ├── NotFound                404 not_found
+    │   ├── MethodNotAllowed        405 method_not_allowed
     │   ├── SessionExists           409 session_exists
     │   ├── SessionBusy             409 session_busy
     │   ├── NotPinned               409 not_pinned
@@ -95,6 +96,13 @@ class SessionNotFound(BadRequest):
 class NotFound(BadRequest):
     code = "not_found"
     status = 404
+
+
+class MethodNotAllowed(BadRequest):
+    """The route is there, for other methods."""
+
+    code = "method_not_allowed"
+    status = 405
 
 
 class SessionExists(BadRequest):

@@ -2,8 +2,8 @@
 
 The token after a session's tokens is ``next_token`` of all of them, so any slip in what the
 daemon journals, forks, rewinds or reopens shows as a wrong token. ``model`` holds switches,
-comma-separated: ``delay=0.01`` per token, ``load_s=1``, ``crash_after=N`` tokens (of the first
-incarnation), ``flood``, ``double``, ``dead``, ``stall``, ``refuse=code``, ``nostore``.
+comma-separated: ``delay=0.01`` per token, ``load_s=1``, ``prefill_s=1``, ``eos_at=N``, ``flood``,
+``double``, ``dead``, ``stall``, ``refuse=code``, ``nopins``, ``vocab=N``, ``context=N``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
-import os
 import socket
 import struct
 import sys
@@ -92,7 +91,6 @@ class FakeWorker:
         self.cached: set[bytes] = set()
         self.tails: dict[bytes, str] = {}
         self.counters: dict[str, float] = {"steps": 0.0, "audits": 0.0}
-        self.sent = 0
 
     async def send(self, message: Any) -> None:
         payload = msgspec.msgpack.encode(message)
@@ -242,54 +240,9 @@ class FakeWorker:
         session.ids += unpack(m.append_ids)
         prompt = len(session.ids)
         self.credit[m.request_id] = m.credit
-        delay = float(self.switches.get("delay", 0))
-        prefill_s = float(self.switches.get("prefill_s", 0))
-        for part in range(4 if prefill_s else 0):
-            await self.send(Progress(request_id=m.request_id, done=part, total=4))
-            await asyncio.sleep(prefill_s / 4)
-            if m.request_id in self.cancelled:
-                break
+        await self.prefill(m.request_id)
         reused, session.computed = session.computed, prompt
-        reason, drawn, text = "length", 0, ""
-        if m.max_tokens == 0:
-            reason = "stop"
-        while drawn < m.max_tokens:
-            self.counters["steps"] += 1
-            await asyncio.sleep(delay)
-            if m.request_id in self.cancelled:
-                break
-            while self.credit[m.request_id] <= 0 and "flood" not in self.switches:
-                self.counters["parked"] = self.counters.get("parked", 0) + 1
-                self.credited.clear()
-                await self.credited.wait()
-                if m.request_id in self.cancelled:
-                    break
-            if m.request_id in self.cancelled:
-                break
-            token = next_token(session.ids, m.sampling.seed if m.sampling.temperature else 0)
-            if self.switches.get("eos_at") == str(drawn + 1):
-                token = EOS
-            session.ids.append(token)
-            session.computed = len(session.ids) - 1
-            drawn += 1
-            self.credit[m.request_id] -= 1
-            piece = "" if token == EOS else text_of(token)
-            text += piece
-            logprobs = ()
-            if m.sampling.logprobs is not None:
-                logprobs = (
-                    TokenLogprob(token_id=token, logprob=-0.5, top=((token, -0.5), (400, -1.5))),
-                )
-            tokens = Tokens(
-                request_id=m.request_id, token_ids=(token,), text=piece, logprobs=logprobs
-            )
-            await self.send(tokens)
-            self.sent += 1
-            if self.switches.get("crash_after") == str(self.sent) and first_life():
-                os._exit(9)
-            if token == EOS and not m.sampling.ignore_eos:
-                reason = "stop"
-                break
+        reason = await self.decode(m, session) if m.max_tokens else "stop"
         if m.request_id in self.cancelled:
             reason = "cancelled"
             self.counters["cancelled"] = self.counters.get("cancelled", 0) + 1
@@ -300,7 +253,7 @@ class FakeWorker:
             finish_reason=reason,  # type: ignore[arg-type]
             usage=Usage(
                 prompt_tokens=prompt,
-                completion_tokens=drawn,
+                completion_tokens=len(session.ids) - prompt,
                 device_tokens=0,
                 host_tokens=reused,
                 store_tokens=0,
@@ -312,14 +265,50 @@ class FakeWorker:
             await self.send(Tokens(request_id=m.request_id, token_ids=(5,), text="late"))
             await self.send(done)
 
+    async def prefill(self, request_id: str) -> None:
+        prefill_s = float(self.switches.get("prefill_s", 0))
+        for part in range(4 if prefill_s else 0):
+            await self.send(Progress(request_id=request_id, done=part, total=4))
+            await asyncio.sleep(prefill_s / 4)
+            if request_id in self.cancelled:
+                return
 
-def first_life() -> bool:
-    """Whether this is the first process that was told to crash (a marker file remembers)."""
-    marker = os.environ.get("FAKE_WORKER_MARKER", "")
-    if marker and not Path(marker).exists():
-        Path(marker).touch()
-        return True
-    return not marker
+    async def decode(self, m: Submit, session: Session) -> str:
+        delay = float(self.switches.get("delay", 0))
+        for drawn in range(1, m.max_tokens + 1):
+            self.counters["steps"] += 1
+            await asyncio.sleep(delay)
+            await self.wait_for_credit(m.request_id)
+            if m.request_id in self.cancelled:
+                break
+            token = next_token(session.ids, m.sampling.seed if m.sampling.temperature else 0)
+            if self.switches.get("eos_at") == str(drawn):
+                token = EOS
+            session.ids.append(token)
+            session.computed = len(session.ids) - 1
+            self.credit[m.request_id] -= 1
+            await self.send_token(m, token)
+            if token == EOS and not m.sampling.ignore_eos:
+                return "stop"
+        return "length"
+
+    async def wait_for_credit(self, request_id: str) -> None:
+        while self.credit[request_id] <= 0 and "flood" not in self.switches:
+            if request_id in self.cancelled:
+                return
+            self.counters["parked"] = self.counters.get("parked", 0) + 1
+            self.credited.clear()
+            await self.credited.wait()
+
+    async def send_token(self, m: Submit, token: int) -> None:
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if m.sampling.logprobs is not None:
+            best = ((token, -0.5), (400, -1.5))
+            logprobs = (TokenLogprob(token_id=token, logprob=-0.5, top=best),)
+        text = "" if token == EOS else text_of(token)
+        await self.send(
+            Tokens(request_id=m.request_id, token_ids=(token,), text=text, logprobs=logprobs)
+        )
 
 
 def unpack(data: bytes) -> list[int]:
