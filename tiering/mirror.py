@@ -6,10 +6,18 @@ store and one copy between tiers. Allocated once.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dsv4_tierd.kernels.layout import PageLayout, Rows
+
+
+def host_memory(rows: int, row_bytes: int, pinned: bool) -> Tensor:
+    """[rows, row_bytes] uint8 of zeros on the host; not pinned, it costs nothing until used."""
+    if pinned:
+        return torch.zeros(rows, row_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.from_numpy(np.zeros((rows, row_bytes), np.uint8))
 
 
 class PageMemory:
@@ -23,9 +31,7 @@ class PageMemory:
     ) -> None:
         self.layout = layout
         pinned = device.type == "cuda"
-        self.mirror = torch.zeros(
-            mirror_pages, layout.mirror_bytes, dtype=torch.uint8, pin_memory=pinned
-        )
+        self.mirror = host_memory(mirror_pages, layout.mirror_bytes, pinned)
         self.device = torch.zeros(
             device_pages, layout.device_bytes, dtype=torch.uint8, device=device
         )

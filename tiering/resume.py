@@ -6,10 +6,10 @@ bounded replay would run again, fewer where another point is near) over its age.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
+from dsv4_tierd.tiering.mirror import host_memory
 from dsv4_tierd.tiering.radix import NO_PAGE, Node, RadixTree
 from dsv4_tierd.tiering.replay import has_point
 
@@ -24,9 +24,7 @@ class ResumePoints:
     def __init__(
         self, slot_count: int, resume_bytes: int, tree: RadixTree, replay: int, pinned: bool
     ) -> None:
-        self.slots = torch.zeros(
-            slot_count, max(resume_bytes, 1), dtype=torch.uint8, pin_memory=pinned
-        )
+        self.slots = host_memory(slot_count, max(resume_bytes, 1), pinned)
         self.evicted_total = 0
         self._free = list(range(slot_count))
         self._owners: dict[int, Node] = {}
