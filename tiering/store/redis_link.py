@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from dsv4_tierd.tiering.errors import StoreUnavailable
-from dsv4_tierd.tiering.store.redis_config import RedisConfig, Target, parse
+from dsv4_tierd.tiering.store.redis_config import RedisConfig, parse
 from dsv4_tierd.tiering.store.resp import Argument, Reply, ReplyError, Wire
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Link:
     def trip(self, reason: str) -> None:
         """No more calls until ``restored``; those in flight end now."""
         with self._lock:
-            if self.down_reason is None:
+            if self.down_reason is None and not self._closed:
                 log.warning("store: redis at %s is away: %s", self.target.shown, reason)
                 self.trips += 1
             self.down_reason = reason
@@ -84,10 +84,14 @@ class Link:
             self.down_reason = None
         log.info("store: redis at %s is connected", self.target.shown)
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
         """Every call fails from now on, and those in flight end."""
         self._closed = True
         self.trip("the store is closed")
+
+    def close(self) -> None:
+        """Let the connections go."""
+        self.hang_up()
         self._drop()
 
     # ------------------------------------------------------------ connecting
@@ -142,10 +146,10 @@ class Link:
             self._pool = client.connection_pool
         else:
             host, port = self.target.hosts[0]
-            where = {} if "path" in self.target.settings else {"host": host, "port": port}
-            self._pool = redis.ConnectionPool(
-                **self._settings(), **where, db=self.target.db, max_connections=64
-            )
+            settings = self._settings() | {"db": self.target.db}
+            if "path" not in settings:
+                settings |= {"host": host, "port": port}
+            self._pool = redis.ConnectionPool(**settings)
 
     def _open_cluster(self) -> None:
         import redis
@@ -158,7 +162,7 @@ class Link:
         settings = self._settings()
         settings.pop("connection_class", None)
         self._cluster = redis.RedisCluster(
-            startup_nodes=[ClusterNode(host, port) for host, port in self.target.hosts],
+            startup_nodes=[ClusterNode(*host) for host in self.target.hosts],  # type: ignore[no-untyped-call]
             retry=Retry(NoBackoff(), 0),
             ssl=self.target.tls,
             **settings,
@@ -174,12 +178,13 @@ class Link:
         return self.target.settings | self._timeouts() | keep_alive | own
 
     def _drop(self) -> None:
+        """Idle connections only: those in use end with their calls, in their own threads."""
         pool, cluster, self._pool, self._cluster = self._pool, self._cluster, None, None
-        with contextlib.suppress(Exception):
-            if pool is not None:
-                pool.disconnect()
-            if cluster is not None:
-                cluster.close()
+        nodes = [] if cluster is None else cluster.get_nodes()
+        pools = [node.redis_connection.connection_pool for node in nodes if node.redis_connection]
+        for each in [pool, *pools]:
+            if each is not None:
+                each.disconnect(inuse_connections=False)
 
     def pools(self) -> list[Any]:
         """One pool of connections a primary. Raises StoreUnavailable."""

@@ -5,7 +5,7 @@
     tierd:1:identities                   hash  identity hex -> the fields behind it, as JSON
     tierd:1:{<identity>}:cat             hash  kind, digest, tenant -> row: the catalogue
     tierd:1:{<identity>}:live            hash  extent -> how many rows point into it
-    tierd:1:{<identity>}:meta            hash  extent -> when it goes (ms of the server's clock, or 0)
+    tierd:1:{<identity>}:meta            hash  extent -> when it goes (server's ms; 0: never)
     tierd:1:{<identity>}:pins            hash  kind, digest, tenant -> 1
     tierd:1:{<identity>}:doomed          hash  bytes that nothing points to and that must go
     tierd:1:{<identity>}:log             stream of changes, for the other daemons

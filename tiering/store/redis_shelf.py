@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -116,7 +117,10 @@ class Shelf:
         return there == self.mirror.count or self._newest() != before
 
     def catch_up(self, wait_s: float = 0.0, *, probe: bool = False) -> None:
-        """Apply what the log holds beyond the mirror; waits so long for something to come."""
+        """Apply what the log holds beyond the mirror.
+
+        ``wait_s``: wait so long for something to come, and then read no further than that.
+        """
         log = self.names.log
         while True:
             args: list[Argument] = ["XREAD", "COUNT", 256]
@@ -132,7 +136,8 @@ class Shelf:
             with self._following:
                 for event in events_of(list(entries)):
                     self.mirror.follow(event)
-            wait_s = 0.0
+            if wait_s:
+                return
 
     def _newest(self) -> EventId:
         reply = self._probe(self.names.log, "XREVRANGE", self.names.log, "+", "-", "COUNT", 1)
@@ -160,8 +165,14 @@ class Shelf:
             carried = sum(len(piece) for piece in span)
             self.link.call(name, "SET", name, span, "EX", PROVISIONAL_S, size=carried)
 
-    def keep(self, written: Iterable[Doom]) -> None:
-        """Extents are about to be published: they last. Raises OutOfMemory: they are gone."""
+    def keep(self, written: Iterable[Doom], begun: float) -> None:
+        """Extents are about to be published: they last. Raises OutOfMemory: they are gone.
+
+        ``begun``: when writing them began (time.monotonic); Raises StoreUnavailable where that is
+        so long ago that ``gc`` might take them for forgotten.
+        """
+        if time.monotonic() - begun > PROVISIONAL_S / 2:
+            raise StoreUnavailable("writing took too long")
         for each in written:
             for name in self._values(each.extent, each.extent_bytes):
                 if self.link.call(*self._keep(name)) != 1:
@@ -178,7 +189,10 @@ class Shelf:
         return (name, "PERSIST", name)
 
     def read(self, place: Place, targets: Sequence[memoryview]) -> int:
-        """Fill ``targets`` with the record's bytes; fewer than its size: they are not there."""
+        """Fill ``targets`` with the record's bytes; returns how many there were.
+
+        0: a value is not there. Fewer than the record's size: one was cut short.
+        """
         value_bytes = self.link.config.value_bytes
         found, at, end = 0, place.offset, place.offset + place.size
         left = list(targets)
@@ -187,6 +201,8 @@ class Shelf:
             count = min(value_bytes - start, end - at)
             span, left = _take(left, count)
             got = self.link.read(part_name(place.extent, part), start, span)
+            if got == 0:
+                return 0
             found += got
             if got < count:
                 break

@@ -31,7 +31,7 @@ OPENERS: dict[str, Callable[[Path], PrefixStore]] = {
     "naive": lambda folder: NaiveStore(IDENTITY.digest),
     "disk": open_disk,
     "disk_without_holes": lambda folder: open_disk(folder, files=FaultyFiles(holes=False)),
-    "redis": lambda folder: open_redis(redis_servers.shared().url),
+    "redis": lambda folder: open_redis(redis_servers.emptied().url),
 }
 
 
