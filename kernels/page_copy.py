@@ -29,7 +29,7 @@ def copy_pages(
     dst, src: [*, bytes] uint8, any pitch (a device page is a view of the tail of a mirror page);
     host memory pinned. dst_ids, src_ids: [n] ints, in host memory; dst_ids distinct; n may be 0.
     Queued on torch's current stream when either side is on a GPU: the caller keeps both sides
-    until that is done. Raises ValueError on pageable memory. Cost: one call a run, one for the rest.
+    until that is done. Raises ValueError on pageable memory. Cost: a call a run, one for the rest.
     """
     if src.device.type == "cpu" and dst.device.type == "cpu":
         ref.copy_pages(dst, _tensor(dst_ids), src, _tensor(src_ids), columns)

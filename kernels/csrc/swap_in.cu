@@ -235,8 +235,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             store(s, hot, group, claimed[mine - BUFFERS], given[mine - BUFFERS]);
             bulk_wait_read();
             proxy_fence();
-            fetch(s, mirror, group, missed);
         }
+        __syncwarp();
+        if (turn && active && lane % GROUP == 0) fetch(s, mirror, group, missed);
         __syncwarp();
         const Victim victim = take(stamp, owner, sectors, step, seed_of(mine), active, stamps);
         if (active && lane % GROUP == 0) {

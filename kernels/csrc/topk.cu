@@ -32,7 +32,7 @@ struct Found {
 
 struct Shared {
     u32 hist[BINS];       // this CTA's counts
-    u32 merged[2][BINS];  // the cluster's counts, by parity of the round
+    u32 merged[2][BINS];  // the cluster's counts, by parity of the round; follows hist
     u32 warp_totals[2][32];
     Found found;
     u32 count, settled, top;  // candidates of this CTA, those that are keys already, the largest key
@@ -43,7 +43,8 @@ struct Shared {
 
 // Shared, then the own candidates' positions [cap], then every CTA's candidates' keys [ctas][cap].
 extern __shared__ __align__(16) unsigned char memory[];
-#define s (*reinterpret_cast<Shared*>(memory))
+
+__device__ __forceinline__ Shared& shared() { return *reinterpret_cast<Shared*>(memory); }
 
 struct Candidates {
     u32* positions;
@@ -108,6 +109,7 @@ __device__ __forceinline__ void mask_tile(const Row& row, u32 tile, float4 (&v)[
 // Sum of `v` over lower threads, and over all. Between two calls of the same `slot` the caller
 // must pass a __syncthreads.
 __device__ __forceinline__ u32 block_exclusive(u32 v, u32 slot, u32& total) {
+    Shared& s = shared();
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 inclusive = warp_inclusive_scan(v, lane);
     if (lane == 31) s.warp_totals[slot][warp] = inclusive;
@@ -121,6 +123,7 @@ __device__ __forceinline__ u32 block_exclusive(u32 v, u32 slot, u32& total) {
 // entries there are; s.found is set, for who passes the next barrier, when that suffices.
 template <typename Vector>
 __device__ __forceinline__ u32 find_in(u32* bins, u32 need, u32 slot) {
+    Shared& s = shared();
     constexpr u32 W = sizeof(Vector) / 4;
     const u32 first = (THREADS - 1 - threadIdx.x) * W;
     union {
@@ -150,6 +153,7 @@ __device__ __forceinline__ u32 find_in(u32* bins, u32 need, u32 slot) {
 // The bin, from the top, that holds the `need`-th entry of all BINS or of FEW_BINS; zeroes them.
 // False when there are fewer. Every thread gets the same answer.
 __device__ __forceinline__ bool find_from_top(u32* bins, bool all, u32 need, Found& found) {
+    Shared& s = shared();
     u32 upper = 0, lower = 0, offset = 0;
     if (all) {  // the upper half first: scores above zero
         upper = find_in<uint4>(bins + BINS / 2, need, 0);
@@ -174,6 +178,7 @@ __device__ __forceinline__ bool find_from_top(u32* bins, bool all, u32 need, Fou
 
 // Adds this CTA's histogram into every CTA's merged one, and waits for all of them.
 __device__ __forceinline__ u32* merge(const Row& row, u32 round) {
+    Shared& s = shared();
     __syncthreads();
     if (row.ctas == 1) return s.hist;
     u32* merged = s.merged[round & 1];
@@ -217,6 +222,7 @@ __device__ __forceinline__ float pick(const float4 (&v)[TILE], u32 which) {
 // warp executes is two instructions a score.
 __device__ __forceinline__ void filter(const Row& row, const Candidates& c, const float4 (&v)[TILE], u32 tile,
                                        float bound) {
+    Shared& s = shared();
     const u32 lane = threadIdx.x % 32;
     u32 passing = 0;
     const auto test = [&](float x, u32 bit) {
@@ -250,6 +256,7 @@ __device__ __forceinline__ void filter(const Row& row, const Candidates& c, cons
 
 // Turns the scores of own candidates that are new into keys. Call in step, after a __syncthreads.
 __device__ __forceinline__ void settle(const Row& row, const Candidates& c) {
+    Shared& s = shared();
     const u32 count = s.count > row.cap ? 0 : s.count;  // after an overflow, places are empty
     u32* keys = c.keys + row.rank * row.cap;
     u32 top = 0;
@@ -265,6 +272,7 @@ __device__ __forceinline__ void settle(const Row& row, const Candidates& c) {
 
 // Step 1: a key that at least k scores of the row reach; 0 when the sample has too few groups.
 __device__ __forceinline__ u32 lower_bound(const Row& row, const float4 (&v)[TILE], u32 length, u32& round) {
+    Shared& s = shared();
     float maxima[TILE];
 #pragma unroll
     for (u32 i = 0; i < TILE; ++i) maxima[i] = max4(v[i]);
@@ -310,6 +318,7 @@ struct Threshold {
 
 // The need-th largest of `count` keys in s.close, by comparing all; every warp does it alone.
 __device__ __forceinline__ Threshold select_close(u32 count, u32 need) {
+    Shared& s = shared();
     const u32 lane = threadIdx.x % 32, key = lane < count ? s.close[lane] : 0;
     u32 greater = 0, equal = 0;
 #pragma unroll 1
@@ -327,6 +336,7 @@ __device__ __forceinline__ Threshold select_close(u32 count, u32 need) {
 // The need-th largest key of 1 << list_shift lists, all within [low, high]. Every thread gets the answer.
 __device__ __forceinline__ Threshold select(const u32* keys, const u32* counts, u32 list_shift, u32 cap, u32 low,
                                          u32 high, u32 need) {
+    Shared& s = shared();
     const u32 warp = threadIdx.x / 32, list = warp & ((1 << list_shift) - 1);
     const u32* mine = keys + list * cap;
     const u32 count = counts[list], begin = (warp >> list_shift) * 32 + threadIdx.x % 32;
@@ -364,6 +374,7 @@ __device__ __forceinline__ Threshold select(const u32* keys, const u32* counts, 
 
 // Step 2's relief: keep only the CTA's own k best (and ties) when candidates pile up.
 __device__ __noinline__ u32 tighten(const Row row, u32 bound) {
+    Shared& s = shared();
     const Candidates c(row.cap);
     constexpr u32 EACH = 8192 / THREADS;  // the largest cap
     settle(row, c);
@@ -410,6 +421,7 @@ __device__ __forceinline__ void emit(const Out& out, u32 at, u32 position) {
 // through two bitmaps of positions, one window of the chunk at a time.
 __device__ __forceinline__ void emit_candidates(const Row& row, const Candidates& c, const Threshold& t,
                                                 const Out& out) {
+    Shared& s = shared();
     constexpr u32 WINDOW = BINS * 32;
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, list = warp & (row.ctas - 1);
     if (list < row.rank) {
@@ -428,7 +440,10 @@ __device__ __forceinline__ void emit_candidates(const Row& row, const Candidates
     }
     const u32 count = s.counts[row.rank];
     const u32* own = c.keys + row.rank * row.cap;
-    u32 *sure = s.hist, *maybe = s.merged[0];
+    // The bitmaps take the histograms' place, all zero by now; a word of padding after each 8, so
+    // that threads which each look at some words in a row do not meet in one bank.
+    const auto padded = [](u32 word) { return word + word / 8; };
+    u32 *sure = reinterpret_cast<u32*>(memory), *maybe = sure + BINS + BINS / 8;
     u32 greater_before = 0, tied_before = 0;
 #pragma unroll 1
     for (u32 begin = row.begin; begin < row.end; begin += WINDOW) {
@@ -438,26 +453,28 @@ __device__ __forceinline__ void emit_candidates(const Row& row, const Candidates
             const u32 key = own[i], place = c.positions[i] - begin;
             const bool ties = t.tied && key == t.key;
             if (place < WINDOW && (key > t.key || ties))
-                atomicOr((ties ? maybe : sure) + place / 32, 1u << place % 32);
+                atomicOr((ties ? maybe : sure) + padded(place / 32), 1u << place % 32);
         }
         __syncthreads();
         const u32 each = (words + THREADS - 1) / THREADS, first = threadIdx.x * each;
         u32 bits = 0;  // tied ones in the high half
 #pragma unroll 1
-        for (u32 w = first; w < min(first + each, words); ++w) bits += __popc(sure[w]) + (__popc(maybe[w]) << 16);
+        for (u32 w = first; w < min(first + each, words); ++w)
+            bits += __popc(sure[padded(w)]) + (__popc(maybe[padded(w)]) << 16);
         u32 total;
         bits = block_exclusive(bits, 1, total);
         const u32 base = s.sums[0], spare = t.take - min(s.sums[1], t.take), given = min(s.sums[1], t.take);
         u32 greater = greater_before + (bits & 0xffff), tied = tied_before + (bits >> 16);
 #pragma unroll 1
         for (u32 w = first; w < min(first + each, words); ++w) {
-            u32 chosen = sure[w], open = maybe[w];
+            u32 chosen = sure[padded(w)], open = maybe[padded(w)];
+            if (!(chosen | open)) continue;
             u32 at = base + given + greater + min(tied, spare);
             greater += __popc(chosen);
             for (; open && tied < spare; ++tied, open &= open - 1) chosen |= open & -open;
             tied += __popc(open);
             for (; chosen; chosen &= chosen - 1) emit(out, at++, begin + w * 32 + __ffs(chosen) - 1);
-            sure[w] = maybe[w] = 0;
+            sure[padded(w)] = maybe[padded(w)] = 0;
         }
         if (begin + WINDOW >= row.end) return;
         greater_before += total & 0xffff;
@@ -468,6 +485,7 @@ __device__ __forceinline__ void emit_candidates(const Row& row, const Candidates
 
 // Adds to the histogram; one add where a warp agrees, so that equal scores do not queue.
 __device__ __forceinline__ void count_bin(u32 bin, bool valid) {
+    Shared& s = shared();
     const u32 lanes = __ballot_sync(FULL_WARP, valid);
     if (!lanes) return;
     const u32 leader = __ffs(lanes) - 1;
@@ -479,6 +497,7 @@ __device__ __forceinline__ void count_bin(u32 bin, bool valid) {
 
 // Every score by radix, 12 + 10 + 10 bits, then written in order: exact whatever the ties.
 __device__ __noinline__ void select_all(const Row row, const Out out, u32 round) {
+    Shared& s = shared();
     const u32 blocks = (row.end - row.begin + BLOCK - 1) / BLOCK;
     u32 prefix = 0, need = row.k, above_shift = 0;
     for (u32 shift = 20;; shift -= 10) {
@@ -558,7 +577,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
          int* rows,                // [T, k] or null: mirror rows of the positions
          const int* pages,         // [requests, pages_stride] or null: mirror pages
          i64 pages_stride, i64 tokens_per_request) {
+    Shared& s = shared();
     const u32 ctas = cluster_size(), rank = cluster_rank(), shift = 31 - __clz(ctas);
+    const i64 t = blockIdx.x >> shift;
+    int seen;  // asked for before anything else: the loads of the scores wait for it
+    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(seen) : "l"(visible + t));
     const auto clear = [](u32* bins) {
 #pragma unroll
         for (u32 i = 0; i < BINS / THREADS / 4; ++i)
@@ -568,9 +591,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) s.count = s.settled = s.top = s.sums[0] = s.sums[1] = 0;
     // Nobody may add to a histogram that is not yet cleared; the wait is after the first loads.
     if (ctas > 1) cluster_arrive();
-    const i64 t = blockIdx.x >> shift;
-    const int seen = min(visible[t], static_cast<int>(columns));
-    const u32 length = max(seen, 0);
+    const u32 length = max(min(seen, static_cast<int>(columns)), 0);
     const Out out{positions + t * k, rows ? rows + t * k : nullptr,
                   pages ? pages + static_cast<u32>(t) / static_cast<u32>(tokens_per_request) * pages_stride : nullptr};
     if (length <= k) {
