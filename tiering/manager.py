@@ -355,6 +355,8 @@ class TierManager:
             seq.tail_dirty = False
         if upto % BLOCK_TOKENS == 0 and upto >= seq.emit_from:
             self._capture(seq)
+            if upto == seq.emit_from:  # a branch point: the next session here need not replay
+                self.publish(seq)
 
     def _finish_page(self, seq: Sequence, block: int, decoded: bool) -> None:
         mirror, device = int(seq.mirror[block]), int(seq.device[block])
