@@ -22,6 +22,7 @@ from dsv4_tierd.tiering.errors import (
     Draining,
     InvalidRequest,
     InvalidTokenIds,
+    PreconditionFailed,
     SessionBusy,
     SessionExists,
     SessionNotFound,
@@ -214,6 +215,10 @@ class Verbs:
         session = self._find(message.session_id, idle=True)
         added = self._tokens(message.append_ids)
         base = len(session.transcript)
+        if message.expected_tokens not in (None, base):
+            raise PreconditionFailed(
+                f"the session has {base} tokens in the engine, not {message.expected_tokens}"
+            )
         total = base + len(added)
         if not total:
             raise InvalidRequest("an empty session has nothing to compute")

@@ -6,10 +6,9 @@ import random
 from functools import cache
 
 import pytest
-from tokenizers import Tokenizer
+from byte_tokenizer import byte_tokenizer as tokenizer
 
 from dsv4_tierd.engine.detokenize import TextStream
-from dsv4_tierd.engine.vocabulary import DEEPSEEK_VOCAB_SIZE, find_tokenizer
 
 ALPHABETS = (
     "abc XYZ.,!?\n\t0123456789",
@@ -18,13 +17,6 @@ ALPHABETS = (
     "😀🚀👩‍👩‍👧‍👦🏳️‍🌈🇩🇪👍🏽",
     "𝒜𝔘𐍈𒀀\u200d\u0301\u202e\ufeff",
 )
-
-
-@cache
-def tokenizer() -> Tokenizer:
-    path = find_tokenizer("nowhere", DEEPSEEK_VOCAB_SIZE)
-    assert path is not None
-    return Tokenizer.from_file(str(path))
 
 
 def random_text(draw: random.Random, length: int) -> str:
