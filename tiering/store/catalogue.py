@@ -158,9 +158,11 @@ class Catalogue:
                 continue  # offered again once it carries nothing
             if entry.used != used:
                 self._offer(entry)
-            elif entry.readers or entry.key.digest in protected:
-                held.append(entry)
-            elif tenant is not None and entry.key.tenant != tenant:
+            elif (
+                entry.readers
+                or entry.key.digest in protected
+                or (tenant is not None and entry.key.tenant != tenant)
+            ):
                 held.append(entry)
             else:
                 victim = entry

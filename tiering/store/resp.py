@@ -36,7 +36,7 @@ class ReplyError(Exception):
 
     @property
     def code(self) -> str:
-        """``OOM``, ``MOVED``, ``WRONGTYPE``, …"""
+        """Such as ``OOM``, ``MOVED`` or ``WRONGTYPE``."""
         return str(self).partition(" ")[0]
 
 
