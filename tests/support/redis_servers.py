@@ -15,6 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -46,11 +47,17 @@ def free_port() -> int:
 class Server:
     """A server without persistence. ``options``: its configuration, as on the command line."""
 
-    def __init__(self, binary: str = "valkey", port: int | None = None, **options: object) -> None:
+    def __init__(
+        self,
+        binary: str = "valkey",
+        port: int | None = None,
+        prefix: Sequence[str] = (),
+        **options: object,
+    ) -> None:
         path = BINARIES[binary]
         assert path is not None, f"there is no {binary} on this machine"
         self.binary, self.port = path, port or free_port()
-        self.options = options
+        self.options, self.prefix = options, prefix
         self.folder = Path(tempfile.mkdtemp(prefix="tierd-redis-"))
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -70,7 +77,7 @@ class Server:
         settings = {"save": "", "appendonly": "no", "bind": "127.0.0.1", "dir": self.folder}
         settings |= {"port": self.port, "loglevel": "warning", "logfile": "server.log"}
         settings |= {name.replace("_", "-"): value for name, value in self.options.items()}
-        command = [str(self.binary)]
+        command = [str(self.binary), *self.prefix]
         for name, value in settings.items():
             command += [f"--{name}", str(value)]
         self.process = subprocess.Popen(

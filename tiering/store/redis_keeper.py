@@ -94,6 +94,7 @@ class Keeper:
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + LOOK_S
+            self._link.check_master()
             if not self._shelf.in_step():
                 log.warning("store: the catalogue is not what it was; reading it anew")
                 self._shelf.forget()

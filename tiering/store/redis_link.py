@@ -168,6 +168,23 @@ class Link:
             **settings,
         )
 
+    def check_master(self) -> None:
+        """With Sentinel: open the breaker when it names another master than the one in use.
+
+        A demoted master goes on answering for some seconds, and what it takes then is lost.
+        """
+        import redis
+
+        pool = self._pool
+        if self.target.mode != "sentinel" or pool is None:
+            return
+        before = pool.master_address
+        try:
+            if before not in (None, pool.get_master_address()):
+                self.trip("Sentinel names another master")
+        except redis.RedisError as error:
+            log.warning("store: no Sentinel answers, the master stays: %s", type(error).__name__)
+
     def _timeouts(self) -> dict[str, Any]:
         seconds = self.config.connect_timeout_s
         return {"socket_timeout": seconds, "socket_connect_timeout": seconds, "protocol": 2}

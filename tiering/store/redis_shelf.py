@@ -112,9 +112,13 @@ class Shelf:
             return False
         self._set_clock()
         before = self.mirror.last_id
-        there = self._probe(self.names.cat, "HLEN", self.names.cat)
-        # A change in between proves nothing: the next look will tell.
-        return there == self.mirror.count or self._newest() != before
+        for pause_s in (0.0, 0.05, 0.1):  # a call may be between its two halves
+            time.sleep(pause_s)
+            there = self._probe(self.names.cat, "HLEN", self.names.cat)
+            # A change meanwhile proves nothing: the next look will tell.
+            if there == self.mirror.count or self._newest() != before:
+                return True
+        return False
 
     def catch_up(self, wait_s: float = 0.0, *, probe: bool = False) -> None:
         """Apply what the log holds beyond the mirror.
