@@ -34,6 +34,7 @@ from dsv4_tierd.kernels.triton_rows import (
     store_row,
     tl,
     triton,
+    turn_row,
 )
 
 _CHANNELS = 32
@@ -189,6 +190,7 @@ def _launch(
     )
     key = target.format.kind is RowKind.KEY_FP8
     kinds = {"KIND": KIND_CODE[target.format.kind], "HADAMARD": key, "DECODE": decode}
+    kinds["SAME"] = rings is out_rings
     shape = {"DIM": dim, "ROPE": 2 * params.inv_freq.shape[0], "RATIO": params.ratio}
     if params.overlaps:
         # The first program pools the two entries that may read the ring, then writes it.
@@ -215,11 +217,11 @@ _VARIED = ["start", "tokens", "count"]
 @triton.jit
 def _finish(
     x,
-    group,
     row,
-    norm_ptr,
+    weight,
     eps,
-    inv_freq_ptr,
+    cos,
+    sin,
     data_ptr,
     scale_ptr,
     data_page,
@@ -230,29 +232,27 @@ def _finish(
     row_count,
     DIM: tl.constexpr,
     ROPE: tl.constexpr,
-    RATIO: tl.constexpr,
     KIND: tl.constexpr,
     HADAMARD: tl.constexpr,
 ):
-    """Norm, rotate at the group's first position, transform, encode, store."""
-    x = rms_norm_row(x, norm_ptr, eps, DIM)
-    x = rotate_row(x, group * RATIO, inv_freq_ptr, DIM, ROPE)
+    """Norm, rotate, transform, encode, store."""
+    x = rotate_row(rms_norm_row(x, weight, eps, DIM), cos, sin, DIM, ROPE)
     if HADAMARD:
         x = hadamard_row(x, DIM)
-    if (row >= 0) & (row < row_count):
-        store_row(
-            x,
-            row,
-            data_ptr,
-            scale_ptr,
-            data_page,
-            data_row,
-            scale_page,
-            scale_row,
-            page_rows,
-            DIM,
-            KIND,
-        )
+    store_row(
+        x,
+        row,
+        data_ptr,
+        scale_ptr,
+        data_page,
+        data_row,
+        scale_page,
+        scale_row,
+        page_rows,
+        row_count,
+        DIM,
+        KIND,
+    )
 
 
 @triton.jit
@@ -294,6 +294,7 @@ def _overlapped(
     KIND: tl.constexpr,
     HADAMARD: tl.constexpr,
     DECODE: tl.constexpr,
+    SAME: tl.constexpr,
     DIM: tl.constexpr,
     ROPE: tl.constexpr,
     RATIO: tl.constexpr,
@@ -318,7 +319,6 @@ def _overlapped(
         last = program + (base % RATIO == RATIO - 1).to(tl.int32)
     kv_gap = (ring_ptr.to(tl.int64) - kv_ptr.to(tl.int64)) // 4
     gate_gap = (ring_ptr.to(tl.int64) - gate_ptr.to(tl.int64)) // 4 + 2 * DIM
-    ape = tl.load(ape_ptr + (member % RATIO)[:, None] * (2 * DIM) + channel)
     for entry in range(number, last):
         position = (group + entry - 1) * RATIO + member
         there = (position >= 0)[:, None]
@@ -330,13 +330,16 @@ def _overlapped(
         kv = tl.load(kv_ptr + kv_at[:, None] + channel, mask=there, other=0.0)
         gate = tl.load(gate_ptr + gate_at[:, None] + channel, mask=there, other=float("-inf"))
         row = tl.load(ids_ptr + entry).to(tl.int64)
+        weight = tl.load(norm_ptr + tl.arange(0, DIM)).to(tl.float32)
+        cos, sin = turn_row((group + entry) * RATIO, inv_freq_ptr, ROPE)
+        ape = tl.load(ape_ptr + (member % RATIO)[:, None] * (2 * DIM) + channel)
         _finish(
             _pool(kv, gate + ape),
-            group + entry,
             row,
-            norm_ptr,
+            weight,
             eps,
-            inv_freq_ptr,
+            cos,
+            sin,
             data_ptr,
             scale_ptr,
             data_page,
@@ -347,7 +350,6 @@ def _overlapped(
             row_count,
             DIM,
             ROPE,
-            RATIO,
             KIND,
             HADAMARD,
         )
@@ -372,7 +374,8 @@ def _overlapped(
             0,
             2 * DIM,
             2 * DIM,
-            8,
+            2,
+            SAME,
         )
 
 
@@ -392,15 +395,17 @@ def _keep_ring(
     CHANNELS: tl.constexpr,
     GATE: tl.constexpr,
     BLOCK: tl.constexpr,
+    SAME: tl.constexpr,
 ):
     """Rows of the last ``length`` tokens to out_ring, channels first .. first+CHANNELS of each.
 
-    Runs after this program's reads of the ring, which nobody else writes in these channels.
+    Runs after this program's reads of the ring, which nobody else writes in these channels. In
+    place (SAME), older rows are there already.
     """
     tl.debug_barrier()
     end = start + tokens
     channel = first + tl.arange(0, CHANNELS)[None, :]
-    begin = tl.maximum(0, end - length)
+    begin = tl.maximum(start if SAME else 0, end - length)
     for block in range(begin, end, BLOCK):
         position = block + tl.arange(0, BLOCK)
         held = (position % length).to(tl.int64)[:, None] * ring_row + channel
@@ -409,9 +414,9 @@ def _keep_ring(
         new = (position - start).to(tl.int64)[:, None]
         kv = tl.load(kv_ptr + new * kv_token + channel, mask=fresh, other=0.0)
         gate = tl.load(gate_ptr + new * gate_token + channel, mask=fresh, other=0.0)
-        kv += tl.load(ring_ptr + held, mask=stale, other=0.0)
-        gate += tl.load(ring_ptr + held + GATE, mask=stale, other=0.0)
-        tl.debug_barrier()
+        if not SAME:
+            kv += tl.load(ring_ptr + held, mask=stale, other=0.0)
+            gate += tl.load(ring_ptr + held + GATE, mask=stale, other=0.0)
         tl.store(out_ring_ptr + held, kv, mask=(position < end)[:, None])
         tl.store(out_ring_ptr + held + GATE, gate, mask=(position < end)[:, None])
 
@@ -450,6 +455,7 @@ def _shared(
     KIND: tl.constexpr,
     HADAMARD: tl.constexpr,
     DECODE: tl.constexpr,
+    SAME: tl.constexpr,
     DIM: tl.constexpr,
     ROPE: tl.constexpr,
     RATIO: tl.constexpr,
@@ -483,6 +489,9 @@ def _shared(
         kv = tl.load(kv_ptr + kv_at[:, None] + channel)
         gate = tl.load(gate_ptr + gate_at[:, None] + channel)
         ape = tl.load(ape_ptr + member[:, None] * DIM + channel)
+        row = tl.load(ids_ptr + entry).to(tl.int64)
+        weight = tl.load(norm_ptr + tl.arange(0, DIM)).to(tl.float32)
+        cos, sin = turn_row(group * RATIO, inv_freq_ptr, ROPE)
         pooled = _pool(kv, gate + ape)
         tl.store(pooled_ptr + entry * DIM + first + tl.arange(0, CHANNELS), pooled)
         tl.debug_barrier()
@@ -492,11 +501,11 @@ def _shared(
             whole = tl.load(pooled_ptr + entry * DIM + tl.arange(0, DIM), cache_modifier=".cg")
             _finish(
                 whole,
-                group,
-                tl.load(ids_ptr + entry).to(tl.int64),
-                norm_ptr,
+                row,
+                weight,
                 eps,
-                inv_freq_ptr,
+                cos,
+                sin,
                 data_ptr,
                 scale_ptr,
                 data_page,
@@ -507,7 +516,6 @@ def _shared(
                 row_count,
                 DIM,
                 ROPE,
-                RATIO,
                 KIND,
                 HADAMARD,
             )
@@ -532,5 +540,6 @@ def _shared(
             first,
             CHANNELS,
             DIM,
-            64,
+            32,
+            SAME,
         )

@@ -18,13 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dsv4_tierd.kernels import nvrtc
 from dsv4_tierd.kernels.layout import FP8_AMAX_FLOOR, FP8_MAX, RowKind, Rows
 from dsv4_tierd.kernels.ref import index_scores as ref
 from dsv4_tierd.kernels.topk import topk
 from dsv4_tierd.kernels.triton_rows import row_arguments, runs_kernels, tl, triton
 
-_BLOCK_KEYS = 128
-_PROGRAMS_PER_PROCESSOR = 4
+_GROUP_KEYS = 256  # of a plan's unit of work, as in csrc/index_scan.cu
+_SEGMENTS_MAX = 1024
+_PREFILL_KEYS = 256
 _QUERY_BLOCK = 64
 
 
@@ -78,7 +80,7 @@ def fill_plan(plan: ScanPlan, page_table: NDArray[np.int32], rows_per_page: int)
         segments[i] = (first, end, len(members), len(members) + len(rows))
         members += rows
     pages = (segments[:, 1] - segments[:, 0]).astype(np.int64)
-    ends = np.cumsum(-(-pages * rows_per_page // _BLOCK_KEYS)).astype(np.int32)
+    ends = np.cumsum(-(-pages * rows_per_page // _GROUP_KEYS)).astype(np.int32)
     plan.segments.copy_(torch.from_numpy(segments), non_blocking=True)
     plan.tile_ends.copy_(torch.from_numpy(ends), non_blocking=True)
     if members:
@@ -167,14 +169,16 @@ def index_scores(
     if not runs_kernels(out.device):
         codes = queries.codes.float()
         out.copy_(ref.index_scores(codes, queries.gates, keys, page_ids, visible))
+    elif tokens and columns and _hopper(queries, keys):
+        _launch_hopper(queries, keys, (page_ids, 0), visible, _QUERY_BLOCK, None, out)
     elif tokens and columns:
-        _scan_queries[(triton.cdiv(tokens, _QUERY_BLOCK), triton.cdiv(columns, 2 * _BLOCK_KEYS))](
+        _scan_queries[(triton.cdiv(tokens, _QUERY_BLOCK), triton.cdiv(columns, _PREFILL_KEYS))](
             *_common(queries, keys, visible, out),
             page_ids,
             page_ids.shape[0],
             tokens,
             QUERY_BLOCK=_QUERY_BLOCK,
-            **_shape(queries, keys, 2 * _BLOCK_KEYS, 2 if tokens > 1 else 1),
+            **_shape(queries, keys, _PREFILL_KEYS, 2 if tokens > 1 else 1),
             num_warps=8,
             num_stages=3,
         )
@@ -208,13 +212,77 @@ def index_scores_decode(
     if not runs_kernels(out.device):
         codes = queries.codes.float()
         return out.copy_(ref.index_scores_decode(codes, queries.gates, keys, page_table, visible))
-    tiles = triton.cdiv(pages * keys.rows_per_page, _BLOCK_KEYS)
-    shared = plan is not None
-    segments, tile_ends, members = (
-        (plan.segments, plan.tile_ends, plan.members) if plan is not None else (visible,) * 3
+    if _hopper(queries, keys):
+        table = (page_table, page_table.stride(0))
+        _launch_hopper(queries, keys, table, visible, 1, plan, out)
+    else:
+        _launch_triton(queries, keys, page_table, visible, plan, out)
+    return out
+
+
+def _hopper(queries: Queries, keys: Rows) -> bool:
+    """Whether csrc/index_scan.cu takes this: a Hopper card, 64 heads of 128, pages of 64."""
+    device = queries.codes.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return queries.codes.shape[1:] == (64, 128) and keys.rows_per_page == 64
+
+
+def _launch_hopper(
+    queries: Queries,
+    keys: Rows,
+    table: tuple[Tensor, int],
+    visible: Tensor,
+    together: int,
+    plan: ScanPlan | None,
+    out: Tensor,
+) -> None:
+    """table: (pages, row stride); without a plan ``together`` queries in a row share a scan."""
+    tokens = queries.codes.shape[0]
+    data, scale, data_page, _, scale_page, _, _, row_count = row_arguments(keys)
+    if data.data_ptr() % 16 or data_page % 16:
+        raise ValueError("pages of keys must start at multiples of 16 bytes")
+    count = -(-tokens // together) if plan is None else 2 * tokens
+    if count > _SEGMENTS_MAX:
+        raise ValueError(f"the scan takes up to {_SEGMENTS_MAX} page runs, got {count}")
+    assert visible.dtype is torch.int32 and table[0].dtype is torch.int32
+    assert queries.codes.is_contiguous() and queries.gates.is_contiguous()
+    nvrtc.load("index_scan.cu", "index_scan", out.device).launch(
+        nvrtc.Shape(2 * _processors(out.device), 256),
+        queries.codes,
+        queries.gates,
+        data,
+        scale,
+        data_page,
+        scale_page,
+        row_count // keys.rows_per_page,
+        visible,
+        out,
+        out.stride(0),
+        *table,
+        out.shape[1] // keys.rows_per_page,
+        tokens,
+        together,
+        count,
+        None if plan is None else plan.segments,
+        None if plan is None else plan.members,
     )
-    programs = min(batch * tiles, _processors(out.device) * _PROGRAMS_PER_PROCESSOR)
-    _scan_sessions[(programs,)](
+
+
+def _launch_triton(
+    queries: Queries,
+    keys: Rows,
+    page_table: Tensor,
+    visible: Tensor,
+    plan: ScanPlan | None,
+    out: Tensor,
+) -> None:
+    batch, pages = page_table.shape
+    tiles = -(-pages * keys.rows_per_page // _GROUP_KEYS)
+    segments, tile_ends, members = (
+        (visible,) * 3 if plan is None else (plan.segments, plan.tile_ends, plan.members)
+    )
+    _scan_sessions[(min(batch * tiles, 2 * _processors(out.device)),)](
         *_common(queries, keys, visible, out),
         page_table,
         page_table.stride(0),
@@ -224,13 +292,12 @@ def index_scores_decode(
         segments,
         tile_ends,
         members,
-        PLAN=shared,
+        PLAN=plan is not None,
         SEGMENTS=triton.next_power_of_2(2 * batch),
-        **_shape(queries, keys, _BLOCK_KEYS, 2 if shared and batch > 1 else 1),
-        num_warps=4,
+        **_shape(queries, keys, _GROUP_KEYS, 1),
+        num_warps=8,
         num_stages=3,
     )
-    return out
 
 
 def scores_topk(

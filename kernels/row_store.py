@@ -20,6 +20,7 @@ from dsv4_tierd.kernels.triton_rows import (
     store_row,
     tl,
     triton,
+    turn_row,
 )
 
 
@@ -88,20 +89,22 @@ def _row_store(
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(ids_ptr + token).to(tl.int64)
     position = tl.load(position_ptr + token)
-    x = tl.load(x_ptr + token * x_token + tl.arange(0, DIM)).to(tl.float32)
-    if (row >= 0) & (row < row_count):
-        x = rms_norm_row(x, weight_ptr, eps, DIM)
-        x = rotate_row(x, position, inv_freq_ptr, DIM, ROPE)
-        store_row(
-            x,
-            row,
-            data_ptr,
-            scale_ptr,
-            data_page,
-            data_row,
-            scale_page,
-            scale_row,
-            page_rows,
-            DIM,
-            KIND,
-        )
+    value = tl.arange(0, DIM)
+    x = tl.load(x_ptr + token * x_token + value).to(tl.float32)
+    weight = tl.load(weight_ptr + value).to(tl.float32)
+    cos, sin = turn_row(position, inv_freq_ptr, ROPE)
+    x = rotate_row(rms_norm_row(x, weight, eps, DIM), cos, sin, DIM, ROPE)
+    store_row(
+        x,
+        row,
+        data_ptr,
+        scale_ptr,
+        data_page,
+        data_row,
+        scale_page,
+        scale_row,
+        page_rows,
+        row_count,
+        DIM,
+        KIND,
+    )

@@ -1,10 +1,11 @@
 """Attention of one latent head over FP8 window rows and chosen FP8 rows: split-KV, then a merge.
 
-Rows are decoded in the kernel. Keys are cut into spans of ``rows_per_split``; each program
-attends to one span and leaves a normalised partial and its log-sum, which a second launch
-merges, with the sink, in span order. A span without a valid id costs its ids' read and nothing
-else, and a partial that nobody wrote is not read. No atomics: a query's bits depend on its q,
-the order of its ids and ``rows_per_split`` alone.
+On Hopper csrc/sparse_attention.cu runs; elsewhere the Triton kernels of this file, which are the
+same algorithm. Rows are decoded in the kernel. Keys are cut into spans of ``rows_per_split``;
+each program attends to one span and leaves a normalised partial and its log-sum, which a second
+launch merges, with the sink, in span order. A span without a valid id costs its ids' read and
+nothing else, and a partial that nobody wrote is not read. No atomics: a query's bits depend on
+its q, the order of its ids and ``rows_per_split`` alone.
 """
 
 # Kernel arguments are what Triton makes of them: they carry no Python types.
@@ -12,11 +13,13 @@ the order of its ids and ``rows_per_split`` alone.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dsv4_tierd.kernels import nvrtc
 from dsv4_tierd.kernels.layout import FP8_GROUP, RowFormat, RowKind, Rows
 from dsv4_tierd.kernels.ref import sparse_attention as ref
 from dsv4_tierd.kernels.ref.rope import rotate
@@ -25,6 +28,7 @@ from dsv4_tierd.kernels.triton_rows import row_arguments, runs_kernels, tl, trit
 ROW = RowFormat(RowKind.FP8, 512, FP8_GROUP)
 _BLOCK_ROWS = 64
 _MERGE_COLUMNS = 128
+_SHARED_BYTES = 1024 + 227584  # sizeof(Shared) in sparse_attention.cu, and room to align it
 _TARGET_PROGRAMS = 132  # multiprocessors of an H200; fixed, so that results do not follow the card
 
 
@@ -113,7 +117,7 @@ def sparse_attention(
     extra_count = 0 if extra_ids is None else extra_ids.shape[1]
     assert dim == ROW.dim and q.stride(2) == 1, (q.shape, q.stride())
     assert window_ids.stride(1) == 1 and picked.stride(1) == 1, "ids must be contiguous in a query"
-    blocks = triton.cdiv(window_ids.shape[1], _BLOCK_ROWS) + triton.cdiv(extra_count, _BLOCK_ROWS)
+    blocks = -(-window_ids.shape[1] // _BLOCK_ROWS) + -(-extra_count // _BLOCK_ROWS)
     if out is None:
         out = torch.empty_like(q)
     if not tokens:
@@ -121,27 +125,122 @@ def sparse_attention(
     if scratch is None:
         scratch = workspace(tokens, heads, blocks * _BLOCK_ROWS, q.device)
     span_blocks = scratch.rows_per_split // _BLOCK_ROWS
-    splits = max(1, triton.cdiv(blocks, span_blocks))
-    whole = splits == 1
-    assert whole or (scratch.sums.shape[0] >= tokens and scratch.sums.shape[1] >= splits)
+    splits = max(1, -(-blocks // span_blocks))
+    held = scratch.sums.shape
+    assert splits == 1 or (held[0] >= tokens and held[1] >= splits and held[2] == heads), held
+    call = _Call(
+        q, window, window_ids, used, picked, extra_count, sink, scale, out, scratch, inverse
+    )
+    if _hopper(q.device):
+        _launch_hopper(call, splits, span_blocks)
+    else:
+        _launch_triton(call, splits, span_blocks)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    q: Tensor
+    window: Rows
+    window_ids: Tensor
+    extra: Rows
+    extra_ids: Tensor
+    extra_count: int
+    sink: Tensor
+    scale: float
+    out: Tensor
+    scratch: Workspace
+    inverse: InverseRope | None
+
+
+def _hopper(device: torch.device) -> bool:
+    """Whether csrc/sparse_attention.cu runs here: it is written for compute capability 9.0."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _launch_hopper(call: _Call, splits: int, span_blocks: int) -> None:
+    q, out, scratch, inverse = call.q, call.out, call.scratch, call.inverse
+    tokens, heads, _ = q.shape
+    head_blocks = -(-heads // 64)
+    check_rows_16(call.window)
+    check_rows_16(call.extra)
+    held = (*scratch.sums.stride()[:2], *scratch.logs.stride()[:2])
+    turn = (
+        None if inverse is None else inverse.positions,
+        int(inverse is not None and inverse.positions.dtype is torch.int64),
+        None if inverse is None else inverse.inv_freq,
+    )
+    to = (out, _wide(out), out.stride(0), out.stride(1))
+    kernel = nvrtc.load("sparse_attention.cu", "sparse_attention", q.device)
+    kernel.launch(
+        nvrtc.Shape(splits * head_blocks * tokens, 512, 1, _SHARED_BYTES),
+        q,
+        _wide(q),
+        q.stride(0),
+        q.stride(1),
+        *row_arguments(call.window),
+        call.window_ids,
+        call.window_ids.stride(0),
+        call.window_ids.shape[1],
+        *row_arguments(call.extra),
+        call.extra_ids,
+        call.extra_ids.stride(0),
+        call.extra_count,
+        call.sink,
+        *turn,
+        *to,
+        scratch.sums,
+        scratch.logs,
+        *held,
+        heads,
+        head_blocks,
+        splits,
+        span_blocks,
+        struct.unpack("I", struct.pack("f", call.scale))[0],
+    )
+    if splits > 1:
+        teams = 8 if splits > 8 else 1
+        nvrtc.load("sparse_attention.cu", "sparse_attention_merge", q.device).launch(
+            nvrtc.Shape(tokens * heads, 128 * teams),
+            scratch.sums,
+            scratch.logs,
+            *held,
+            splits,
+            call.sink,
+            *turn,
+            *to,
+            heads,
+        )
+
+
+def _wide(x: Tensor) -> int:
+    """1 for fp32, 0 for bf16; raises ValueError for others."""
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"queries and results are fp32 or bf16, got {x.dtype}")
+    return int(x.dtype is torch.float32)
+
+
+def _launch_triton(call: _Call, splits: int, span_blocks: int) -> None:
+    q, out, scratch, inverse = call.q, call.out, call.scratch, call.inverse
+    tokens, heads, _ = q.shape
     block_heads = 64 if heads > 16 else 16
-    head_blocks = triton.cdiv(heads, block_heads)
     turn = inverse is not None
-    positions = inverse.positions if inverse is not None else window_ids
-    inv_freq = inverse.inv_freq if inverse is not None else sink
-    _attend[(splits, head_blocks, tokens)](
+    positions = inverse.positions if inverse is not None else call.window_ids
+    inv_freq = inverse.inv_freq if inverse is not None else call.sink
+    held = (*scratch.sums.stride()[:2], *scratch.logs.stride()[:2])
+    _attend[(splits, -(-heads // block_heads), tokens)](
         q,
         q.stride(0),
         q.stride(1),
-        *row_arguments(window),
-        window_ids,
-        window_ids.stride(0),
-        window_ids.shape[1],
-        *row_arguments(used),
-        picked,
-        picked.stride(0),
-        extra_count,
-        sink,
+        *row_arguments(call.window),
+        call.window_ids,
+        call.window_ids.stride(0),
+        call.window_ids.shape[1],
+        *row_arguments(call.extra),
+        call.extra_ids,
+        call.extra_ids.stride(0),
+        call.extra_count,
+        call.sink,
         positions,
         inv_freq,
         out,
@@ -149,14 +248,11 @@ def sparse_attention(
         out.stride(1),
         scratch.sums,
         scratch.logs,
-        scratch.sums.stride(0),
-        scratch.sums.stride(1),
-        scratch.logs.stride(0),
-        scratch.logs.stride(1),
+        *held,
         heads,
-        scale * 1.4426950408889634,
+        call.scale * 1.4426950408889634,
         span_blocks,
-        WHOLE=whole,
+        WHOLE=splits == 1,
         TURN=turn,
         # The interpreter multiplies no bf16.
         OPERAND=tl.bfloat16 if q.is_cuda else tl.float32,
@@ -166,16 +262,13 @@ def sparse_attention(
         num_warps=8 if block_heads == 64 else 4,
         num_stages=2,
     )
-    if not whole:
+    if splits > 1:
         _merge[(ROW.dim // _MERGE_COLUMNS, heads, tokens)](
             scratch.sums,
             scratch.logs,
-            scratch.sums.stride(0),
-            scratch.sums.stride(1),
-            scratch.logs.stride(0),
-            scratch.logs.stride(1),
+            *held,
             splits,
-            sink,
+            call.sink,
             positions,
             inv_freq,
             out,
@@ -185,7 +278,15 @@ def sparse_attention(
             COLUMNS=_MERGE_COLUMNS,
             num_warps=4,
         )
-    return out
+
+
+def check_rows_16(rows: Rows) -> None:
+    """Raise ValueError unless every row starts at 16 bytes and its scales at 8."""
+    data, scale, data_page, data_row, scale_page, scale_row, *_ = row_arguments(rows)
+    if data.data_ptr() % 16 or data_page % 16 or data_row % 16:
+        raise ValueError("row data must start at multiples of 16 bytes")
+    if scale.data_ptr() % 8 or scale_page % 8 or scale_row % 8:
+        raise ValueError("row scales must start at multiples of 8 bytes")
 
 
 def _plainly(

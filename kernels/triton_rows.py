@@ -80,23 +80,31 @@ def check_row_format(fmt: RowFormat) -> None:
 
 
 @triton.jit
-def rms_norm_row(x, weight_ptr, eps, DIM: tl.constexpr):
-    """weight * x / sqrt(mean(x ** 2) + eps); x: [DIM] fp32."""
-    weight = tl.load(weight_ptr + tl.arange(0, DIM)).to(tl.float32)
+def rms_norm_row(x, weight, eps, DIM: tl.constexpr):
+    """weight * x / sqrt(mean(x ** 2) + eps); x and weight: [DIM] fp32."""
     mean = tl.sum(x * x, 0) / DIM
     return tl.div_rn(x, tl.sqrt_rn(mean + eps)) * weight
 
 
 @triton.jit
-def rotate_row(x, position, inv_freq_ptr, DIM: tl.constexpr, ROPE: tl.constexpr):
-    """Rotate the pairs of the last ROPE values by position * inv_freq."""
-    pair = tl.arange(0, DIM // 2) - (DIM - ROPE) // 2
-    rotated = pair >= 0
-    inv_freq = tl.load(inv_freq_ptr + pair, mask=rotated, other=0.0)
-    angle = position.to(tl.float32) * inv_freq
-    cos = tl.cos(angle)
-    sin = tl.sin(angle)
-    even, odd = tl.split(tl.reshape(x, (DIM // 2, 2)))
+def turn_row(position, inv_freq_ptr, ROPE: tl.constexpr):
+    """(cos, sin) [ROPE // 2] of fp32 position * inv_freq."""
+    angle = position.to(tl.float32) * tl.load(inv_freq_ptr + tl.arange(0, ROPE // 2))
+    # 2 pi in parts whose products with the turns (below 2**19) are exact: no slow reduction.
+    turns = tl.floor(angle * 0.15915494309189535 + 0.5)
+    rest = angle - turns * 6.25
+    rest = rest - turns * 0.033203125
+    rest = rest + turns * 1.7817820413768004e-05
+    return tl.cos(rest), tl.sin(rest)
+
+
+@triton.jit
+def rotate_row(x, cos, sin, DIM: tl.constexpr, ROPE: tl.constexpr):
+    """Rotate the pairs of the last ROPE of [DIM] values; DIM a multiple of ROPE."""
+    rotated = (tl.arange(0, DIM // ROPE) == DIM // ROPE - 1)[:, None]
+    cos = tl.where(rotated, cos[None, :], 1.0)
+    sin = tl.where(rotated, sin[None, :], 0.0)
+    even, odd = tl.split(tl.reshape(x, (DIM // ROPE, ROPE // 2, 2)))
     turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
     return tl.reshape(turned, (DIM,))
 
@@ -130,32 +138,39 @@ def store_row(
     data_row,
     scale_page,
     scale_row,
-    rows_per_page,
+    page_rows,
+    row_count,
     DIM: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Encode [DIM] fp32 as layout.RowFormat does, and store it as row ``row`` (int64)."""
-    page = row // rows_per_page
-    slot = row % rows_per_page
+    """Encode [DIM] fp32 as layout.RowFormat does; store it as row ``row`` (int64) if it is one."""
+    # As a number: the interpreter cannot spread a scalar truth over a tensor.
+    kept = tl.where((row >= 0) & (row < row_count), 1, 0)
+    row = row * kept
+    page = row // page_rows
+    slot = row % page_rows
     data = data_ptr + page * data_page + slot * data_row
     scale = scale_ptr + page * scale_page + slot * scale_row
     value = tl.arange(0, DIM)
+    here = value < DIM * kept
     if KIND == FP8:
-        _store_fp8(x, data, scale, DIM)
+        _store_fp8(x, data, scale, kept, DIM)
     elif KIND == KEY_FP8:
         amax = tl.maximum(tl.max(tl.abs(x), 0), 1e-4)
         factor = tl.div_rn(amax, 448.0)
         bounded = tl.minimum(tl.maximum(tl.div_rn(x, factor), -448.0), 448.0)
-        tl.store(data + value, bounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
-        tl.store(scale.to(tl.pointer_type(tl.float32)), factor)
+        tl.store(data + value, bounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=here)
+        one = tl.arange(0, 1)
+        place = scale.to(tl.pointer_type(tl.float32)) + one
+        tl.store(place, factor + one.to(tl.float32), mask=one < kept)
     elif KIND == BF16:
-        tl.store(data + value, x.to(tl.bfloat16))
+        tl.store(data + value, x.to(tl.bfloat16), mask=here)
     else:
-        tl.store(data + value, x)
+        tl.store(data + value, x, mask=here)
 
 
 @triton.jit
-def _store_fp8(x, data, scale, DIM: tl.constexpr):
+def _store_fp8(x, data, scale, kept, DIM: tl.constexpr):
     """DIM - 64 e4m3 in groups of 64 with ue8m0 scales, then 64 bf16."""
     GROUPS: tl.constexpr = DIM // 64
     grouped = tl.reshape(x, (GROUPS, 64))
@@ -170,11 +185,15 @@ def _store_fp8(x, data, scale, DIM: tl.constexpr):
     factor = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
     scaled = tl.minimum(tl.maximum(rounded * factor[:, None], -448.0), 448.0)
     codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    tl.store(data + group[:, None] * 64 + inside, codes, mask=latent[:, None])
+    tl.store(
+        data + group[:, None] * 64 + inside, codes, mask=(group < (GROUPS - 1) * kept)[:, None]
+    )
     rope = (data + (DIM - 64)).to(tl.pointer_type(tl.bfloat16))
     beside = tl.zeros((GROUPS, 1), tl.int32)
-    tl.store(rope + beside + inside, rounded.to(tl.bfloat16), mask=(group == GROUPS - 1)[:, None])
+    last = (group * kept == GROUPS - 1)[:, None]
+    tl.store(rope + beside + inside, rounded.to(tl.bfloat16), mask=last)
     byte = tl.where(latent, exponent + 127, 0)
-    tl.store(scale + group, byte.to(tl.uint8))
-    padding = tl.arange(0, 8)
-    tl.store(scale + padding, tl.zeros((8,), tl.uint8), mask=padding >= GROUPS)
+    tl.store(scale + group, byte.to(tl.uint8), mask=group < GROUPS * kept)
+    if GROUPS < 8:
+        padding = tl.arange(0, 8)
+        tl.store(scale + padding, tl.zeros((8,), tl.uint8), mask=padding * kept >= GROUPS)

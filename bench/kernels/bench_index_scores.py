@@ -81,7 +81,7 @@ def _queries(tokens: int, device: torch.device) -> op.Queries:
 
 def _close(got: torch.Tensor, want: torch.Tensor) -> None:
     error = ((got - want).abs().max() / want.abs().max()).item()
-    assert error < 2e-3, f"error {error:.2e} of the largest score"
+    assert error < 5e-3, f"error {error:.2e} of the largest score"
 
 
 def _build_decode(batch: int, pages: int, shared: bool, device: torch.device) -> Work:
@@ -136,7 +136,7 @@ def _build_prefill(device: torch.device) -> Work:
         codes, gates = queries.codes[few].float(), queries.gates[few]
         scores = ref.index_scores(codes, gates, keys, page_ids, visible[few])
         floor = scores.gather(1, ids[few].long()).amin(-1)
-        missed = (scores > floor.unsqueeze(-1) + 2e-3 * scores.amax(-1, keepdim=True)).sum(-1)
+        missed = (scores > floor.unsqueeze(-1) + 5e-3 * scores.amax(-1, keepdim=True)).sum(-1)
         assert bool((missed <= 512).all()), "better scores were left out"
 
     read = PREFIX_PAGES * 64 * KEY.row_bytes

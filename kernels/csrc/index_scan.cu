@@ -16,22 +16,25 @@ constexpr u32 DIM = 128;
 constexpr u32 PAGE = 64;
 constexpr u32 GROUP = 256;
 constexpr u32 SEGMENTS_MAX = 1024;
+constexpr u32 RUN = 16;  // groups whose page ids are read at once
 
 struct Shared {
     u32 query[2][HEADS * DIM / 4];
     float gates[2][HEADS];
-    u32 ends[SEGMENTS_MAX];  // groups up to and including each segment
-    u32 warp_totals[8];
+    uint2 ends[SEGMENTS_MAX];  // groups, and their cost, up to and including each segment
+    uint2 warp_totals[8];
+    int pages[RUN * 4];
 };
 
-struct Item {
-    u32 segment, first;       // first entry
-    u32 end;                  // entries of the segment end here
-    u32 begin, members, leader;
+// A run of groups of one segment, and who reads them.
+struct Run {
+    u32 first, end;  // entries first .. of a segment that ends at end
+    u32 begin, members;
+    i64 table;  // the first reader's row of the table
 };
 
 struct Keys {
-    uint4 a[2][4];  // [16 keys][row half, byte half]
+    uint4 a[2][4];  // [page][row half, byte half]
     float scale;
 };
 
@@ -39,9 +42,9 @@ struct Work {
     const int* table;
     i64 table_row;
     const int* visible;
-    const int* segments;  // null: one a session
+    const int* segments;  // null: `together` queries in a row read the first one's pages
     const int* members;
-    u32 pages, count;
+    u32 pages, count, together, queries;
 };
 
 __device__ __forceinline__ void multiply(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int accumulate) {
@@ -68,79 +71,100 @@ __device__ __forceinline__ uint4 load16(const unsigned char* p, bool there) {
     return v;
 }
 
-// Groups of each segment, summed up: ends[i].
-__device__ u32 sum_groups(Shared& s, const Work& work, const int* tile_ends) {
-    if (work.segments) {
-        for (u32 i = threadIdx.x; i < work.count; i += blockDim.x) s.ends[i] = tile_ends[i];
-        __syncthreads();
-        return work.count ? s.ends[work.count - 1] : 0;
-    }
+__device__ __forceinline__ u32 seen_by(const Work& work, u32 query) {
+    return min(static_cast<u32>(max(__ldg(work.visible + query), 0)), work.pages * PAGE);
+}
+
+// Without a plan: entries that a segment's queries see.
+__device__ __forceinline__ u32 seen_in(const Work& work, u32 segment) {
+    u32 most = 0;
+    for (u32 i = segment * work.together; i < min((segment + 1) * work.together, work.queries); i++)
+        most = max(most, seen_by(work, i));
+    return most;
+}
+
+// Groups and cost (groups times readers, and one for the keys) of each segment, summed up.
+__device__ uint2 sum_groups(Shared& s, const Work& work) {
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    u32 before = 0;
+    uint2 before = make_uint2(0, 0);
     for (u32 start = 0; start < work.count; start += blockDim.x) {
         const u32 i = start + threadIdx.x;
-        u32 groups = 0;
-        if (i < work.count) {
-            const u32 seen = min(static_cast<u32>(max(work.visible[i], 0)), work.pages * PAGE);
-            groups = (seen + GROUP - 1) / GROUP;
+        u32 groups = 0, readers = work.together;
+        if (i < work.count && work.segments) {
+            const int4 row = __ldg(reinterpret_cast<const int4*>(work.segments) + i);
+            groups = ((row.y - row.x) * PAGE + GROUP - 1) / GROUP;
+            readers = row.w - row.z;
+        } else if (i < work.count) {
+            groups = (seen_in(work, i) + GROUP - 1) / GROUP;
         }
-        u32 sum = warp_inclusive_scan(groups, lane);
-        if (lane == 31) s.warp_totals[warp] = sum;
+        u32 sum = warp_inclusive_scan(groups, lane), cost = warp_inclusive_scan(groups * (readers + 1), lane);
+        if (lane == 31) s.warp_totals[warp] = make_uint2(sum, cost);
         __syncthreads();
-        u32 all = 0;
+        uint2 all = make_uint2(0, 0);
         for (u32 w = 0; w < 8; w++) {
-            if (w < warp) sum += s.warp_totals[w];
-            all += s.warp_totals[w];
+            const uint2 x = s.warp_totals[w];
+            if (w < warp) sum += x.x, cost += x.y;
+            all.x += x.x, all.y += x.y;
         }
-        if (i < work.count) s.ends[i] = before + sum;
-        before += all;
+        if (i < work.count) s.ends[i] = make_uint2(before.x + sum, before.y + cost);
+        before.x += all.x, before.y += all.y;
         __syncthreads();
     }
     return before;
 }
 
-// The item's segment, walking on from the one before.
-__device__ __forceinline__ Item find(const Shared& s, const Work& work, u32 item, u32 segment) {
-    Item found;
-    while (s.ends[segment] <= item) segment++;
-    const u32 tile = item - (segment ? s.ends[segment - 1] : 0);
-    found.segment = segment;
+// The first item whose cost reaches `cost`, as its number in all.
+__device__ __forceinline__ u32 item_at(const Shared& s, u32 count, u32 total, u32 cost) {
+    u32 low = 0, high = count;
+    while (low < high) {
+        const u32 middle = (low + high) / 2;
+        if (s.ends[middle].y > cost) high = middle; else low = middle + 1;
+    }
+    if (low == count) return total;
+    const uint2 from = low ? s.ends[low - 1] : make_uint2(0, 0), to = s.ends[low];
+    const u32 each = (to.y - from.y) / (to.x - from.x);
+    return from.x + (cost - from.y + each - 1) / each;
+}
+
+// The run of groups from number `skip` of a segment on.
+__device__ __forceinline__ Run enter(const Work& work, u32 segment, u32 skip) {
+    Run run;
+    run.first = skip * GROUP;
     if (work.segments) {
         const int4 row = __ldg(reinterpret_cast<const int4*>(work.segments) + segment);
-        found.first = row.x * PAGE + tile * GROUP;
-        found.end = row.y * PAGE;
-        found.begin = row.z;
-        found.members = row.w - row.z;
-        found.leader = __ldg(work.members + row.z);
+        run.first += row.x * PAGE;
+        run.end = row.y * PAGE;
+        run.begin = row.z;
+        run.members = row.w - row.z;
+        run.table = __ldg(work.members + row.z) * work.table_row;
     } else {
-        found.first = tile * GROUP;
-        found.end = min(work.pages * PAGE, static_cast<u32>(work.visible[segment]));
-        found.begin = found.leader = segment;
-        found.members = 1;
+        run.end = seen_in(work, segment);
+        run.begin = segment * work.together;
+        run.members = min(work.together, work.queries - run.begin);
+        run.table = run.begin * work.table_row;
     }
-    return found;
+    return run;
 }
 
 // A warpgroup takes two pages; its warp w keys 16 w .. of each: a row of 128 bytes is read as two
 // halves of 64, 16 bytes a lane.
 __device__ __forceinline__ void load_keys(
-    Keys& keys, const Work& work, const Item& item, const unsigned char* data, const unsigned char* scale, i64 data_page,
+    Keys& keys, const int* pages, u32 first, u32 end, const unsigned char* data, const unsigned char* scale, i64 data_page,
     i64 scale_page, u32 page_count) {
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, g = lane >> 2, t = lane & 3;
     keys.scale = 0.0f;
 #pragma unroll
     for (u32 m = 0; m < 2; m++) {
-        const u32 entry = item.first + (threadIdx.x >> 7) * 2 * PAGE + m * PAGE;
-        int page = -1;
-        if (entry < item.end) page = __ldg(work.table + item.leader * work.table_row + entry / PAGE);
+        const u32 at = (threadIdx.x >> 7) * 2 + m, entry = first + at * PAGE;
+        const int page = pages[at];
         const bool there = static_cast<u32>(page) < page_count;
-        const u32 rows = there ? min(item.end - entry, PAGE) : 0;
-        const unsigned char* at = data + (there ? page : 0) * data_page + t * 16;
+        const u32 rows = there && entry < end ? min(end - entry, PAGE) : 0;
+        const unsigned char* from = data + (there ? page : 0) * data_page + t * 16;
 #pragma unroll
         for (u32 r = 0; r < 2; r++) {
             const u32 key = warp * 16 + r * 8 + g;
 #pragma unroll
-            for (u32 h = 0; h < 2; h++) keys.a[m][r * 2 + h] = load16(at + key * DIM + h * 64, key < rows);
+            for (u32 h = 0; h < 2; h++) keys.a[m][r * 2 + h] = load16(from + key * DIM + h * 64, key < rows);
         }
         const u32 mine = warp * 16 + (t & 1) * 8 + g;
         if (t >> 1 == m && mine < rows)
@@ -218,49 +242,71 @@ __device__ __forceinline__ float score(const Shared& s, u32 buffer, const Keys& 
 extern "C" __global__ void __launch_bounds__(256, 2) index_scan(
     const unsigned char* codes, const float* gates, const unsigned char* data, const unsigned char* scale, i64 data_page,
     i64 scale_page, i64 page_count, const int* visible, float* out, i64 out_row, const int* table, i64 table_row, i64 pages,
-    i64 count, const int* segments, const int* tile_ends, const int* members) {
+    i64 queries, i64 together, i64 count, const int* segments, const int* members) {
     __shared__ __align__(1024) Shared s;
-    const Work work = {table, table_row, visible, segments, members, static_cast<u32>(pages), static_cast<u32>(count)};
-    const u32 total = sum_groups(s, work, tile_ends);
+    const Work work = {table,
+                       table_row,
+                       visible,
+                       segments,
+                       members,
+                       static_cast<u32>(pages),
+                       static_cast<u32>(count),
+                       static_cast<u32>(together),
+                       static_cast<u32>(queries)};
+    const uint2 total = sum_groups(s, work);
     const u32 lane = threadIdx.x & 31, t = lane & 3;
     const u32 own = (threadIdx.x >> 7) * 2 * PAGE + (t >> 1) * PAGE + (threadIdx.x >> 5 & 3) * 16 + (t & 1) * 8 + (lane >> 2);
-    if (blockIdx.x >= total) return;
-    Item item = find(s, work, blockIdx.x, 0), next = item;
-    Keys keys, keys_after;
+    // Every CTA takes a run of items of about the same cost.
+    const u64 share = total.y;
+    const u32 from = item_at(s, work.count, total.x, static_cast<u32>(share * blockIdx.x / gridDim.x));
+    const u32 to = item_at(s, work.count, total.x, static_cast<u32>(share * (blockIdx.x + 1) / gridDim.x));
+    if (from >= to) return;
+    Keys keys, keys_next;
     Coming query;
-    u32 held = 0xffffffffu, buffer = 0;
-    load_keys(keys, work, item, data, scale, data_page, scale_page, static_cast<u32>(page_count));
-    for (u32 at = blockIdx.x; at < total; at += gridDim.x) {
-        if (at + gridDim.x < total) {
-            next = find(s, work, at + gridDim.x, item.segment);
-            load_keys(keys_after, work, next, data, scale, data_page, scale_page, static_cast<u32>(page_count));
+    u32 held = 0xffffffffu, buffer = 0, segment = 0;
+    for (u32 at = from; at < to;) {
+        while (s.ends[segment].x <= at) segment++;
+        const Run run = enter(work, segment, at - (segment ? s.ends[segment - 1].x : 0));
+        const u32 groups = min(min(RUN, to - at), s.ends[segment].x - at);
+        __syncthreads();  // the pages of the run before have been read
+        if (threadIdx.x < groups * 4) {
+            const u32 entry = run.first + threadIdx.x * PAGE;
+            s.pages[threadIdx.x] = entry < run.end ? __ldg(work.table + run.table + entry / PAGE) : -1;
         }
-        u32 row = item.leader;
-        if (row != held) {
-            query.load(codes, gates, row);
-            buffer ^= 1;  // what the others may still read is the other one
-            query.store(s, buffer);
-            __syncthreads();
-            held = row;
-        }
-        for (u32 m = 0; m < item.members; m++) {
-            const bool more = m + 1 < item.members;
-            if (more) {
-                held = __ldg(work.members + item.begin + m + 1);
-                query.load(codes, gates, held);
-            }
-            const u32 entry = item.first + own, limit = static_cast<u32>(max(__ldg(visible + row), 0));
-            const float x = score(s, buffer, keys);
-            if (item.first < limit && entry < (work.segments ? item.end : work.pages * PAGE))
-                out[row * out_row + entry] = entry < limit ? x : __int_as_float(0xff800000);
-            if (more) {
-                buffer ^= 1;
+        __syncthreads();
+        load_keys(keys, s.pages, run.first, run.end, data, scale, data_page, scale_page, static_cast<u32>(page_count));
+        for (u32 i = 0; i < groups; i++) {
+            const u32 first = run.first + i * GROUP, entry = first + own;
+            if (i + 1 < groups)
+                load_keys(keys_next, s.pages + 4 * (i + 1), first + GROUP, run.end, data, scale, data_page, scale_page,
+                          static_cast<u32>(page_count));
+            u32 row = work.segments ? __ldg(work.members + run.begin) : run.begin;
+            if (row != held) {
+                query.load(codes, gates, row);
+                buffer ^= 1;  // what the others may still read is the other one
                 query.store(s, buffer);
                 __syncthreads();
-                row = held;
             }
+            for (u32 m = 0; m < run.members; m++) {
+                held = row;
+                const bool more = m + 1 < run.members;
+                if (more) {
+                    held = work.segments ? __ldg(work.members + run.begin + m + 1) : row + 1;
+                    query.load(codes, gates, held);
+                }
+                const u32 limit = static_cast<u32>(max(__ldg(visible + row), 0));
+                const float x = score(s, buffer, keys);
+                if (first < limit && entry < (work.segments ? run.end : work.pages * PAGE))
+                    out[row * out_row + entry] = entry < limit ? x : __int_as_float(0xff800000);
+                if (more) {
+                    buffer ^= 1;
+                    query.store(s, buffer);
+                    __syncthreads();
+                    row = held;
+                }
+            }
+            keys = keys_next;
         }
-        item = next;
-        keys = keys_after;
+        at += groups;
     }
 }

@@ -1,10 +1,12 @@
 // Sparse attention of one latent head (K = V) over FP8 rows, for Hopper: split over keys.
 //
-// One CTA: up to 64 heads of one query, a span of key blocks of 64 rows. Three warpgroups:
+// One CTA: up to 64 heads of one query, a span of key blocks of 64 rows. Four warpgroups:
 //
-//   decoder     reads row ids two blocks ahead and row bytes one block ahead, half by asynchronous
-//               copies and half in registers (either alone is too small); decodes e4m3 * 2**e to
-//               bf16 into one of two shared tiles (128-byte swizzle)
+//   decoders    two, half of a block's rows each, so that one's wait is the other's work: read row ids
+//               three blocks ahead and row bytes one block ahead, half by asynchronous copies and
+//               half in registers (either alone is too small); decode e4m3 * 2**e to fp16 (two
+//               instructions for two values; bf16 would take six) into one of two shared tiles
+//               (128-byte swizzle). Rows reach 57,344 so, which RMS-normed latents never do
 //   attender 0  scores = Q K^T, softmax; keeps its weights in registers and hands a copy to 1
 //   attender 1  waits for the weights
 //   both        rescale, then sums[:, own 256 columns] += weights V, with V the same tile
@@ -30,7 +32,7 @@ struct Shared {
     u32 weights[16][128];
     float shrink[2][128];
     float total[2][128];
-    uint4 raw[10][128];  // codes on their way, a decoder thread's own
+    uint4 raw[5][256];  // codes on their way, a decoder thread's own
     unsigned char seen[2][BLOCK];
     u64 full[2], empty[2];
     int last;
@@ -67,6 +69,17 @@ __device__ __forceinline__ u64 descriptor(u32 address, u32 leading, u32 stride) 
            static_cast<u64>(stride >> 4) << 32 | 1ull << 62;
 }
 
+__device__ __forceinline__ u32 pack_fp16(float low, float high) {
+    u32 both;
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// Two bf16 to two fp16.
+__device__ __forceinline__ u32 narrow(u32 pair) {
+    return pack_fp16(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -82,7 +95,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 __device__ __forceinline__ void multiply_scores(float (&d)[32], u64 a, u64 b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "
         "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, "
         "%29, %30, %31},"
         " %32, %33, p, 1, 1, 0, 0; }"
@@ -94,18 +107,14 @@ __device__ __forceinline__ void multiply_scores(float (&d)[32], u64 a, u64 b, in
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-__device__ __forceinline__ void multiply_values(float (&d)[128], const u32* a, u64 b) {
+__device__ __forceinline__ void multiply_values(float* d, const u32* a, u64 b) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "
         "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, "
         "%29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, "
-        "%67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, "
-        "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, "
-        "%104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, "
-        "%119, %120, %121, %122, %123, %124, %125, %126, %127},"
-        " {%128, %129, %130, %131}, %132, p, 1, 1, 1; }"
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
+        " {%64, %65, %66, %67}, %68, p, 1, 1, 1; }"
                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
           "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
           "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
@@ -115,35 +124,21 @@ __device__ __forceinline__ void multiply_values(float (&d)[128], const u32* a, u
           "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
           "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
           "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
-          "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
-          "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
-          "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
-          "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
-          "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]),
-          "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]),
-          "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
-          "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]),
-          "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]),
-          "+f"(d[126]), "+f"(d[127])
+          "+f"(d[63])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// Four e4m3 codes to bf16, times a power of two: exact.
-__device__ __forceinline__ uint2 decode4(u32 codes, float factor) {
-    u32 low, high;
-    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2;\n"
-        "cvt.rn.f16x2.e4m3x2 %0, a;\n"
-        "cvt.rn.f16x2.e4m3x2 %1, b; }"
-        : "=r"(low), "=r"(high)
-        : "r"(codes));
-    float x, y, z, w;
-    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
-        : "=f"(x), "=f"(y)
-        : "r"(low));
-    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
-        : "=f"(z), "=f"(w)
-        : "r"(high));
-    return make_uint2(pack_bf16(x * factor, y * factor), pack_bf16(z * factor, w * factor));
+// Four e4m3 codes to fp16, times a power of two (in both halves).
+__device__ __forceinline__ uint2 decode4(u32 codes, u32 factor) {
+    uint2 v;
+    asm("{ .reg .b16 a, b; .reg .b32 x, y; mov.b32 {a, b}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 x, a;\n"
+        "cvt.rn.f16x2.e4m3x2 y, b;\n"
+        "mul.rn.f16x2 %0, x, %3;\n"
+        "mul.rn.f16x2 %1, y, %3; }"
+        : "=r"(v.x), "=r"(v.y)
+        : "r"(codes), "r"(factor));
+    return v;
 }
 
 __device__ __forceinline__ uint4 load16(const unsigned char* p, bool there) {
@@ -174,7 +169,7 @@ __device__ __forceinline__ u32 place(u32 row, u32 unit) {
 
 // 16 codes of `row` from column `column` (a multiple of 16) into the tile. Lanes of the upper half
 // of eight store their two units in the other order, so that eight lanes meet eight bank groups.
-__device__ __forceinline__ void decode16(u32 tile, u32 row, u32 column, uint4 codes, float factor, bool swap) {
+__device__ __forceinline__ void decode16(u32 tile, u32 row, u32 column, uint4 codes, u32 factor, bool swap) {
     const uint2 a = decode4(codes.x, factor), b = decode4(codes.y, factor);
     const uint2 c = decode4(codes.z, factor), d = decode4(codes.w, factor);
     const u32 unit = column >> 3;
@@ -188,9 +183,11 @@ __device__ __forceinline__ void decode16(u32 tile, u32 row, u32 column, uint4 co
     }
 }
 
-__device__ __forceinline__ float factor_of(uint2 scales, u32 group) {
-    const u32 word = group < 4 ? scales.x : scales.y;
-    return __uint_as_float((word >> ((group & 3) * 8) & 255u) << 23);
+// 2**(byte - 127) in both halves of a word; at most 2**7, so that no code overflows.
+__device__ __forceinline__ u32 factor_of(uint2 scales, u32 group) {
+    const u32 byte = min((group < 4 ? scales.x : scales.y) >> ((group & 3) * 8) & 255u, 134u);
+    const float factor = __uint_as_float(byte << 23);
+    return pack_fp16(factor, factor);
 }
 
 struct Span {
@@ -209,106 +206,96 @@ __device__ __forceinline__ int read_id(const Span& span, u32 block, u32 lane) {
     return read_id(span.extra, (block - span.window_blocks) * BLOCK + lane);
 }
 
-// One warp decodes 16 rows of a block, four at a time, eight lanes a row.
+// One warp decodes 8 rows of a block, four at a time, eight lanes a row.
 struct Decoder {
-    // Columns 16 l and 128 + 16 l as [2 row + part][thread]; then columns 384 + 16 l of two rows
-    // at a time, four lanes each, as [8 + pair][thread].
-    uint4 (*raw)[128];
-    uint4 body[4];  // columns 256 + 16 l
-    uint4 rope[4];
-    uint2 scales[4];
-    int ids[4];
+    // Columns 16 l and 128 + 16 l as [2 row + part][thread]; then columns 384 + 16 l of both rows,
+    // four lanes each, as [4][thread].
+    uint4 (*raw)[256];
+    uint4 body[2];  // columns 256 + 16 l
+    uint4 rope[2];
+    uint2 scales[2];
+    int ids[2];    // of the block whose bytes are read next
+    int later[2];  // of the block after it
 
     __device__ __forceinline__ void read_ids(const Span& span, u32 block, u32 warp, u32 lane) {
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) ids[i] = read_id(span, block, warp * 16 + i * 4 + (lane >> 3));
-    }
-
-    // Rows 2 pair and 2 pair + 1 of this lane's group.
-    __device__ __forceinline__ void load(const Span& span, u32 block, u32 lane, u32 pair) {
-        if (block < span.window_blocks) {
-            load(span.window, lane, pair);
-        } else {
-            load(span.extra, lane, pair);
+        for (u32 i = 0; i < 2; i++) {
+            ids[i] = later[i];
+            later[i] = read_id(span, block, warp * 8 + i * 4 + (lane >> 3));
         }
     }
 
-    __device__ __forceinline__ void load(const Scope& scope, u32 lane, u32 pair) {
+    __device__ __forceinline__ u32 valid() const {
+        return (ids[0] >= 0) | (ids[1] >= 0) << 1;
+    }
+
+    __device__ __forceinline__ void load(const Span& span, u32 block, u32 lane) {
+        if (block < span.window_blocks) {
+            load(span.window, lane);
+        } else {
+            load(span.extra, lane);
+        }
+    }
+
+    __device__ __forceinline__ void load(const Scope& scope, u32 lane) {
         const u32 l = lane & 7;
         const unsigned char* at[2];
         bool there[2];
 #pragma unroll
-        for (u32 k = 0; k < 2; k++) {
-            const u32 i = 2 * pair + k;
-            there[k] = ids[i] >= 0;
-            const u32 id = there[k] ? ids[i] : 0;
+        for (u32 i = 0; i < 2; i++) {
+            there[i] = ids[i] >= 0;
+            const u32 id = there[i] ? ids[i] : 0;
             const u32 page = id / scope.page_rows, row = id % scope.page_rows;
-            at[k] = scope.data + page * scope.data_page + row * scope.data_row;
-            scales[i] = load8(scope.scale + page * scope.scale_page + row * scope.scale_row, there[k]);
+            at[i] = scope.data + page * scope.data_page + row * scope.data_row;
+            scales[i] = load8(scope.scale + page * scope.scale_page + row * scope.scale_row, there[i]);
 #pragma unroll
             for (u32 part = 0; part < 2; part++)
-                copy16(shared_address(&raw[2 * i + part][threadIdx.x & 127]), at[k] + part * 128 + l * 16, there[k]);
-            body[i] = load16(at[k] + 256 + l * 16, there[k]);
-            rope[i] = load16(at[k] + 448 + l * 16, there[k]);
+                copy16(shared_address(&raw[2 * i + part][threadIdx.x & 255]), at[i] + part * 128 + l * 16, there[i]);
+            body[i] = load16(at[i] + 256 + l * 16, there[i]);
+            rope[i] = load16(at[i] + 448 + l * 16, there[i]);
         }
         const bool second = l >= 4;
-        copy16(shared_address(&raw[8 + pair][threadIdx.x & 127]), (second ? at[1] : at[0]) + 384 + (l & 3) * 16,
+        copy16(shared_address(&raw[4][threadIdx.x & 255]), (second ? at[1] : at[0]) + 384 + (l & 3) * 16,
                second ? there[1] : there[0]);
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
 
-    __device__ __forceinline__ void store(u32 tile, u32 warp, u32 lane, u32 pair) const {
-        const u32 l = lane & 7, row = warp * 16 + pair * 8 + (lane >> 3);
+    __device__ __forceinline__ void store(u32 tile, u32 warp, u32 lane) const {
+        const u32 l = lane & 7, row = warp * 8 + (lane >> 3), thread = threadIdx.x & 255;
         const bool second = l >= 4;
 #pragma unroll
-        for (u32 k = 0; k < 2; k++) {
-            const u32 i = 2 * pair + k;
+        for (u32 i = 0; i < 2; i++) {
 #pragma unroll
             for (u32 part = 0; part < 2; part++)
-                decode16(tile, row + 4 * k, part * 128 + l * 16, raw[2 * i + part][threadIdx.x & 127],
+                decode16(tile, row + 4 * i, part * 128 + l * 16, raw[2 * i + part][thread],
                          factor_of(scales[i], part * 2 + second), second);
-            decode16(tile, row + 4 * k, 256 + l * 16, body[i], factor_of(scales[i], 4 + second), second);
-            store16(tile + place(row + 4 * k, 56 + l), rope[i].x, rope[i].y, rope[i].z, rope[i].w);
+            decode16(tile, row + 4 * i, 256 + l * 16, body[i], factor_of(scales[i], 4 + second), second);
+            store16(tile + place(row + 4 * i, 56 + l), narrow(rope[i].x), narrow(rope[i].y), narrow(rope[i].z),
+                    narrow(rope[i].w));
         }
-        const float factor = factor_of(second ? scales[2 * pair + 1] : scales[2 * pair], 6);
-        decode16(tile, row + (second ? 4 : 0), 384 + (l & 3) * 16, raw[8 + pair][threadIdx.x & 127], factor, second);
+        const u32 factor = factor_of(second ? scales[1] : scales[0], 6);
+        decode16(tile, row + (second ? 4 : 0), 384 + (l & 3) * 16, raw[4][thread], factor, second);
     }
 };
 
-__device__ void decode_blocks(Shared& s, const Span& span, u32 blocks) {
-    const u32 lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
-    Decoder d;
-    d.raw = s.raw;
-    d.read_ids(span, span.first, warp, lane);
-    d.load(span, span.first, lane, 0);
-    d.load(span, span.first, lane, 1);
-    u32 valid = 0;
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) valid |= (d.ids[i] >= 0) << i;
-    if (blocks > 1) d.read_ids(span, span.first + 1, warp, lane);
+__device__ __forceinline__ void decode_blocks(Shared& s, Decoder& d, const Span& span, u32 blocks) {
+    const u32 lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 7;
+    u32 valid = d.valid();
+    d.read_ids(span, span.first + 2, warp, lane);
     for (u32 j = 0; j < blocks; j++) {
         const u32 buffer = j & 1, tile = shared_address(s.keys[buffer]);
         if (j > 1) mbarrier_wait(shared_address(&s.empty[buffer]), (j >> 1 & 1) ^ 1);
         if ((lane & 7) == 0) {
 #pragma unroll
-            for (u32 i = 0; i < 4; i++) s.seen[buffer][warp * 16 + i * 4 + (lane >> 3)] = valid >> i & 1;
+            for (u32 i = 0; i < 2; i++) s.seen[buffer][warp * 8 + i * 4 + (lane >> 3)] = valid >> i & 1;
         }
-        valid = 0;
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) valid |= (d.ids[i] >= 0) << i;
-#pragma unroll
-        for (u32 pair = 0; pair < 2; pair++) {
-            asm volatile("cp.async.wait_group 1;" ::: "memory");  // this pair's; the other's may fly
-            d.store(tile, warp, lane, pair);
-            if (j + 1 < blocks) {
-                d.load(span, span.first + j + 1, lane, pair);
-            } else {
-                asm volatile("cp.async.commit_group;" ::: "memory");
-            }
-        }
-        if (j + 2 < blocks) d.read_ids(span, span.first + j + 2, warp, lane);
+        valid = d.valid();
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        d.store(tile, warp, lane);
         proxy_fence();
         mbarrier_arrive(shared_address(&s.full[buffer]));
+        if (j + 1 < blocks) d.load(span, span.first + j + 1, lane);
+        d.read_ids(span, span.first + j + 3, warp, lane);
     }
 }
 
@@ -351,8 +338,8 @@ __device__ __forceinline__ void weigh(
             w[e] = exp2_fast(scores[4 * n + e] - anchor[e >> 1]);
             soft.total[e >> 1] += w[e];
         }
-        packed[2 * n] = pack_bf16(w[0], w[1]);
-        packed[2 * n + 1] = pack_bf16(w[2], w[3]);
+        packed[2 * n] = pack_fp16(w[0], w[1]);
+        packed[2 * n + 1] = pack_fp16(w[2], w[3]);
     }
 }
 
@@ -371,7 +358,10 @@ __device__ __forceinline__ void add_values(float (&sums)[128], const u32 (&packe
     wgmma_fence();
 #pragma unroll
     for (u32 k = 0; k < 4; k++)
-        multiply_values(sums, packed + 4 * k, descriptor(tile + half * 4 * CHUNK + k * 2048, CHUNK, 1024));
+#pragma unroll
+        for (u32 n = 0; n < 2; n++)
+            multiply_values(sums + 64 * n, packed + 4 * k,
+                            descriptor(tile + (half * 4 + n * 2) * CHUNK + k * 2048, CHUNK, 1024));
     wgmma_commit();
     wgmma_wait();
 }
@@ -436,26 +426,48 @@ __device__ __forceinline__ void store_sums(const float (&sums)[128], const float
     }
 }
 
-__device__ void load_queries(Shared& s, const void* q, i64 wide, i64 q_head, u32 heads) {
-    for (u32 at = threadIdx.x; at < HEADS * 64; at += 256) {
-        const u32 row = at >> 6, unit = at & 63;
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (row < heads && wide) {
-            const float4* p = reinterpret_cast<const float4*>(static_cast<const float*>(q) + row * q_head + unit * 8);
-            const float4 a = __ldg(p), b = __ldg(p + 1);
-            v = make_uint4(pack_bf16(a.x, a.y), pack_bf16(a.z, a.w), pack_bf16(b.x, b.y), pack_bf16(b.z, b.w));
-        } else if (row < heads) {
-            v = __ldg(reinterpret_cast<const uint4*>(static_cast<const unsigned short*>(q) + row * q_head + unit * 8));
+// All loads of a half before the first store, so that they fly together.
+template <bool WIDE>
+__device__ __forceinline__ void load_queries(Shared& s, const void* q, i64 q_head, u32 heads) {
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        uint4 v[8][WIDE ? 2 : 1];
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) {
+            const u32 at = threadIdx.x + (half * 8 + i) * 256, row = at >> 6, unit = at & 63;
+            const unsigned char* p = static_cast<const unsigned char*>(q) + (row * q_head + unit * 8) * (WIDE ? 4 : 2);
+#pragma unroll
+            for (u32 k = 0; k < (WIDE ? 2 : 1); k++) v[i][k] = load16(p + 16 * k, row < heads);
         }
-        store16(shared_address(s.q) + place(row, unit), v.x, v.y, v.z, v.w);
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) {
+            const u32 at = threadIdx.x + (half * 8 + i) * 256, row = at >> 6, unit = at & 63;
+            const u32 to = shared_address(s.q) + place(row, unit);
+            const uint4 a = v[i][0], b = v[i][WIDE ? 1 : 0];
+            if (WIDE) {
+                store16(to, pack_fp16(__uint_as_float(a.x), __uint_as_float(a.y)),
+                        pack_fp16(__uint_as_float(a.z), __uint_as_float(a.w)),
+                        pack_fp16(__uint_as_float(b.x), __uint_as_float(b.y)),
+                        pack_fp16(__uint_as_float(b.z), __uint_as_float(b.w)));
+            } else {
+                store16(to, narrow(a.x), narrow(a.y), narrow(a.z), narrow(a.w));
+            }
+        }
     }
     proxy_fence();
 }
 
-__device__ void find_last(Shared& s, const Span& span, u32 span_blocks) {
+__device__ __forceinline__ void find_last(Shared& s, const Span& span, u32 span_blocks) {
     int last = -1;
-    for (u32 at = threadIdx.x & 127; at < span_blocks * BLOCK; at += 128)
-        if (read_id(span, span.first + at / BLOCK, at % BLOCK) >= 0) last = at;
+#pragma unroll 8
+    for (u32 at = threadIdx.x & 255; at < span_blocks * BLOCK; at += 256) {
+        const u32 slot = span.first * BLOCK + at, window_slots = span.window_blocks * BLOCK;
+        const bool near = slot < window_slots;
+        const u32 place = near ? slot : slot - window_slots;
+        const bool inside = place < (near ? span.window.count : span.extra.count);
+        const int id = inside ? __ldg((near ? span.window.ids : span.extra.ids) + place) : -1;
+        if (static_cast<u32>(id) < (near ? span.window.rows : span.extra.rows)) last = at;
+    }
     last = __reduce_max_sync(FULL_WARP, last);
     if ((threadIdx.x & 31) == 0 && last >= 0) atomicMax(&s.last, last);
 }
@@ -506,7 +518,7 @@ __device__ __forceinline__ void attend_1(Shared& s, u32 blocks, float (&sums)[12
     }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) sparse_attention(
+extern "C" __global__ void __launch_bounds__(512, 1) sparse_attention(
     const void* q, i64 q_wide, i64 q_token, i64 q_head,  //
     const unsigned char* window_data, const unsigned char* window_scale, i64 window_data_page, i64 window_data_row,
     i64 window_scale_page, i64 window_scale_row, i64 window_page_rows, i64 window_rows,  //
@@ -523,7 +535,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) sparse_attention(
     const u32 head_block = blockIdx.x % static_cast<u32>(head_blocks);
     const u32 split = blockIdx.x / static_cast<u32>(head_blocks) % static_cast<u32>(splits);
     const u32 token = blockIdx.x / static_cast<u32>(head_blocks * splits);
-    const u32 head = head_block * HEADS, group = threadIdx.x >> 7;
+    const u32 head = head_block * HEADS, group = __shfl_sync(FULL_WARP, threadIdx.x >> 7, 0);
     const u32 here = min(static_cast<u32>(heads) - head, HEADS);
     const float scale_log2 = __uint_as_float(static_cast<u32>(scale_bits)) * LOG2_E;
     Span span;
@@ -539,130 +551,156 @@ extern "C" __global__ void __launch_bounds__(384, 1) sparse_attention(
     if (threadIdx.x == 0) {
         s.last = -1;
         for (u32 b = 0; b < 2; b++) {
-            mbarrier_init(shared_address(&s.full[b]), 128);
+            mbarrier_init(shared_address(&s.full[b]), 256);
             mbarrier_init(shared_address(&s.empty[b]), 8);
         }
         mbarrier_init_fence();
     }
     __syncthreads();
-    if (group == 2) {
+    if (group >= 2) {
+        const u32 lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 7;
+        Decoder d;
+        d.raw = s.raw;
+        d.read_ids(span, span.first, warp, lane);
+        d.read_ids(span, span.first + 1, warp, lane);
+        d.load(span, span.first, lane);
         find_last(s, span, static_cast<u32>(span_blocks));
+        __syncthreads();
+        const u32 blocks = __shfl_sync(FULL_WARP, (s.last + BLOCK) / BLOCK, 0);
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        if (blocks) decode_blocks(s, d, span, blocks);
+        asm volatile("cp.async.wait_all;" ::: "memory");
     } else {
         const i64 element = token * q_token + head * q_head;
-        load_queries(s, static_cast<const unsigned char*>(q) + element * (q_wide ? 4 : 2), q_wide, q_head, here);
-    }
-    __syncthreads();
-    const u32 blocks = (s.last + BLOCK) / BLOCK;
-
-    if (group == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
-        if (blocks) decode_blocks(s, span, blocks);
-        return;
-    }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
-    const u32 thread = threadIdx.x & 127, lane = thread & 31;
-    float sums[128];
+        if (q_wide) {
+            load_queries<true>(s, static_cast<const float*>(q) + element, q_head, here);
+        } else {
+            load_queries<false>(s, static_cast<const unsigned short*>(q) + element, q_head, here);
+        }
+        __syncthreads();
+        const u32 blocks = __shfl_sync(FULL_WARP, (s.last + BLOCK) / BLOCK, 0);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
+        const u32 thread = threadIdx.x & 127, lane = thread & 31;
+        float sums[128];
 #pragma unroll
-    for (u32 i = 0; i < 128; i++) sums[i] = 0.0f;
-    Softmax soft = {{MINUS_INFINITY, MINUS_INFINITY}, {0.0f, 0.0f}};
-    if (group == 0) {
-        attend_0(s, blocks, scale_log2, sums, soft);
-    } else {
-        attend_1(s, blocks, sums);
-    }
-    const bool whole = splits == 1;
-    float factor[2];
-    u32 row[2] = {(thread >> 5) * 16 + (lane >> 2), (thread >> 5) * 16 + (lane >> 2) + 8};
-    if (group == 0) {
+        for (u32 i = 0; i < 128; i++) sums[i] = 0.0f;
+        Softmax soft = {{MINUS_INFINITY, MINUS_INFINITY}, {0.0f, 0.0f}};
+        if (group == 0) {
+            attend_0(s, blocks, scale_log2, sums, soft);
+        } else {
+            attend_1(s, blocks, sums);
+        }
+        const bool whole = splits == 1;
+        float factor[2];
+        u32 row[2] = {(thread >> 5) * 16 + (lane >> 2), (thread >> 5) * 16 + (lane >> 2) + 8};
+        if (group == 0) {
+#pragma unroll
+            for (u32 r = 0; r < 2; r++) {
+                float total = soft.total[r];
+                total += __shfl_xor_sync(FULL_WARP, total, 1);
+                total += __shfl_xor_sync(FULL_WARP, total, 2);
+                const float log = total > 0.0f ? soft.top[r] + log2f(total) : MINUS_INFINITY;
+                factor[r] = total > 0.0f ? 1.0f / total : 0.0f;
+                if (whole && row[r] < here) factor[r] *= share(log, sink[head + row[r]] * LOG2_E);
+                if (!whole && row[r] < here && (lane & 3) == 0)
+                    logs_out[token * logs_token + split * logs_split + head + row[r]] = log;
+                s.total[r][thread] = factor[r];
+            }
+        }
+        named_sync(4, 256);
+        Target to;
+        to.wide = whole ? out_wide : 1;
+        to.inv_freq = whole ? inv_freq : nullptr;
+        to.position = to.inv_freq ? read_position(positions, positions_wide, token) : 0;
 #pragma unroll
         for (u32 r = 0; r < 2; r++) {
-            float total = soft.total[r];
-            total += __shfl_xor_sync(FULL_WARP, total, 1);
-            total += __shfl_xor_sync(FULL_WARP, total, 2);
-            const float log = total > 0.0f ? soft.top[r] + log2f(total) : MINUS_INFINITY;
-            factor[r] = total > 0.0f ? 1.0f / total : 0.0f;
-            if (whole && row[r] < here) factor[r] *= share(log, sink[head + row[r]] * LOG2_E);
-            if (!whole && row[r] < here && (lane & 3) == 0)
-                logs_out[token * logs_token + split * logs_split + head + row[r]] = log;
-            s.total[r][thread] = factor[r];
+            factor[r] = s.total[r][thread];
+            const u32 h = head + row[r];
+            to.rows[r] = nullptr;
+            if (row[r] < here && whole)
+                to.rows[r] = static_cast<unsigned char*>(out) + (token * out_token + h * out_head) * (out_wide ? 4 : 2);
+            if (row[r] < here && !whole) to.rows[r] = sums_out + token * sums_token + split * sums_split + h * i64{DIM};
         }
-    }
-    named_sync(4, 256);
-    if (!whole && !blocks) return;
-    Target to;
-    to.wide = whole ? out_wide : 1;
-    to.inv_freq = whole ? inv_freq : nullptr;
-    to.position = to.inv_freq ? read_position(positions, positions_wide, token) : 0;
-#pragma unroll
-    for (u32 r = 0; r < 2; r++) {
-        factor[r] = s.total[r][thread];
-        const u32 h = head + row[r];
-        to.rows[r] = nullptr;
-        if (row[r] < here && whole)
-            to.rows[r] = static_cast<unsigned char*>(out) + (token * out_token + h * out_head) * (out_wide ? 4 : 2);
-        if (row[r] < here && !whole) to.rows[r] = sums_out + token * sums_token + split * sums_split + h * i64{DIM};
-    }
-    if (group == 0) {
-        store_sums(sums, factor, to, 0);
-    } else {
-        store_sums(sums, factor, to, 1);
+        if (whole || blocks) {
+            if (group == 0) {
+                store_sums(sums, factor, to, 0);
+            } else {
+                store_sums(sums, factor, to, 1);
+            }
+        }
     }
 }
 
-// One block a (query, head): 128 threads a team, four columns each; team t adds splits t, t + teams.
+// One block a (query, head), four columns a thread. Splits are summed in eight classes, i modulo 8,
+// then class by class: an order that neither the number of splits nor that of threads changes.
+constexpr u32 CLASSES = 8;
+
+__device__ __forceinline__ void add(float4& sum, float w, float4 x) {
+    sum.x = __fadd_rn(sum.x, __fmul_rn(w, x.x));
+    sum.y = __fadd_rn(sum.y, __fmul_rn(w, x.y));
+    sum.z = __fadd_rn(sum.z, __fmul_rn(w, x.z));
+    sum.w = __fadd_rn(sum.w, __fmul_rn(w, x.w));
+}
+
 extern "C" __global__ void __launch_bounds__(1024) sparse_attention_merge(
     const float* sums, const float* logs, i64 sums_token, i64 sums_split, i64 logs_token, i64 logs_split, i64 splits,
     const float* sink, const void* positions, i64 positions_wide, const float* inv_freq, void* out, i64 out_wide,
     i64 out_token, i64 out_head, i64 heads) {
     __shared__ float weights[1024];
-    __shared__ float4 parts[8][128];
-    __shared__ float tops[32], totals[32];
+    __shared__ float4 parts[CLASSES][128];
+    __shared__ float totals[CLASSES];
     const u32 token = blockIdx.x / static_cast<u32>(heads), head = blockIdx.x % static_cast<u32>(heads);
-    const u32 count = static_cast<u32>(splits), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const u32 count = static_cast<u32>(splits), column = threadIdx.x & 127;
+    const u32 team = threadIdx.x >> 7, teams = blockDim.x >> 7;
     const float* log = logs + token * logs_token + head;
-    float top = MINUS_INFINITY;
-    for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
-        const float x = log[i * logs_split];
-        weights[i] = x;
-        top = fmaxf(top, x);
+    const float sink_log = sink[head] * LOG2_E;
+    const bool turned = inv_freq && column >= 112 && !team;
+    float2 frequency = make_float2(0.0f, 0.0f);
+    i64 position = 0;
+    if (turned) {
+        position = read_position(positions, positions_wide, token);
+        frequency = *reinterpret_cast<const float2*>(inv_freq + 2 * (column - 112));
     }
-    for (u32 d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, d));
-    if (lane == 0) tops[warp] = top;
+    for (u32 i = threadIdx.x; i < count; i += blockDim.x) weights[i] = log[i * logs_split];
     __syncthreads();
-    for (u32 i = 0; i < blockDim.x >> 5; i++) top = fmaxf(top, tops[i]);
+    float top = MINUS_INFINITY;
+    for (u32 i = threadIdx.x & 31; i < count; i += 32) top = fmaxf(top, weights[i]);
+    for (u32 d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, d));
     const float anchor = top == MINUS_INFINITY ? 0.0f : top;
-    const u32 team = threadIdx.x >> 7, teams = blockDim.x >> 7, column = threadIdx.x & 127;
     const float* part = sums + token * sums_token + head * i64{DIM} + column * 4;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float total = 0.0f;
-#pragma unroll 8
-    for (u32 i = team; i < count; i += teams) {
-        const float w = exp2f(weights[i] - anchor);
-        if (w > 0.0f) {
-            const float4 x = __ldcs(reinterpret_cast<const float4*>(part + i * sums_split));
-            sum.x += w * x.x;
-            sum.y += w * x.y;
-            sum.z += w * x.z;
-            sum.w += w * x.w;
+    if (teams == 1) {  // at most one split a class
+#pragma unroll
+        for (u32 i = 0; i < CLASSES; i++) {
+            const float w = i < count ? exp2f(weights[i] - anchor) : 0.0f;
+            if (w > 0.0f) add(sum, w, __ldcs(reinterpret_cast<const float4*>(part + i * sums_split)));
             total += w;
         }
-    }
-    parts[team][column] = sum;
-    if (column == 0) totals[team] = total;
-    __syncthreads();
-    if (team) return;
-    for (u32 t = 1; t < teams; t++) {
-        const float4 x = parts[t][column];
-        sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
-        total += totals[t];
+    } else {
+        float4 own = sum;
+        float weight = 0.0f;
+#pragma unroll 8
+        for (u32 i = team; i < count; i += CLASSES) {
+            const float w = exp2f(weights[i] - anchor);
+            if (w > 0.0f) add(own, w, __ldcs(reinterpret_cast<const float4*>(part + i * sums_split)));
+            weight += w;
+        }
+        parts[team][column] = own;
+        if (column == 0) totals[team] = weight;
+        __syncthreads();
+        if (team) return;
+        for (u32 c = 0; c < CLASSES; c++) {
+            const float4 x = parts[c][column];
+            sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
+            total += totals[c];
+        }
     }
     const float all = total > 0.0f ? top + log2f(total) : MINUS_INFINITY;
-    const float factor = total > 0.0f ? share(all, sink[head] * LOG2_E) / total : 0.0f;
+    const float factor = total > 0.0f ? share(all, sink_log) / total : 0.0f;
     sum = make_float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor);
-    if (inv_freq && column >= 112) {
-        const i64 position = read_position(positions, positions_wide, token);
-        const float2 a = turn_of(position, inv_freq[2 * (column - 112)]);
-        const float2 b = turn_of(position, inv_freq[2 * (column - 112) + 1]);
+    if (turned) {
+        const float2 a = turn_of(position, frequency.x), b = turn_of(position, frequency.y);
         sum = make_float4(sum.x * a.x + sum.y * a.y, sum.y * a.x - sum.x * a.y, sum.z * b.x + sum.w * b.y,
                           sum.w * b.x - sum.z * b.y);
     }

@@ -1,7 +1,7 @@
 """Index scores on the GPU equal the twin's on the same FP8 queries and keys.
 
 Tolerance: products of e4m3 are exact, but the matrix units add them with about 14 bits below
-the largest: 2e-3 of a query's largest score.
+the largest, and a score is a sum of 64 heads of either sign: 5e-3 of a query's largest score.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dsv4_tierd.kernels.ref import index_scores as ref
 Poison = Callable[[Tensor], Tensor]
 DEVICE = torch.device("cuda")
 KEY = RowFormat(RowKind.KEY_FP8, 128)
-TOLERANCE = 2e-3
+TOLERANCE = 5e-3
 
 
 def make_keys(pages: int, rng: torch.Generator, rows_per_page: int = 64) -> Rows:
@@ -64,10 +64,11 @@ def test_encoded_queries(rng: torch.Generator, poison: Poison) -> None:
     )
     poison(out.codes)
     op.encode_queries(q, g, out)
-    data, scale = KEY.encode(q)
+    # On the CPU, where a division by 448 is one and not a product with its inverse.
+    data, scale = KEY.encode(q.cpu())
     assert scale is not None
-    assert torch.equal(out.codes.view(torch.uint8), data)
-    assert torch.equal(out.gates, g * scale.view(torch.float32).squeeze(-1))
+    assert torch.equal(out.codes.view(torch.uint8).cpu(), data)
+    assert torch.equal(out.gates.cpu(), g.cpu() * scale.view(torch.float32).squeeze(-1))
 
 
 @pytest.mark.parametrize("heads", [8, 64])
@@ -145,7 +146,7 @@ def test_decode(batch: int, pages: int, rng: torch.Generator, poison: Poison) ->
 
 
 def test_a_sessions_bits_depend_on_no_neighbour(rng: torch.Generator) -> None:
-    """Alone, in a batch, in prefill: the same score of a query and a key has the same bits."""
+    """Alone, in a batch, on a shared scan: a query and a key give the same bits."""
     keys = make_keys(60, rng)
     q, g = make_queries(5, 64, rng)
     queries = op.encode_queries(q, g)
@@ -153,8 +154,16 @@ def test_a_sessions_bits_depend_on_no_neighbour(rng: torch.Generator) -> None:
     visible = torch.full((5,), 3800, dtype=torch.int32, device=DEVICE)
     table = page_ids.expand(5, 60).contiguous()
     batch = op.index_scores_decode(queries, None, keys, table, visible)
-    prefill = op.index_scores(queries, None, keys, page_ids, visible)
-    assert torch.equal(batch, prefill)
+    plan = op.new_plan(5, 60, DEVICE)
+    op.fill_plan(plan, table.cpu().numpy(), 64)
+    shared = op.index_scores_decode(queries, None, keys, table, visible, plan=plan)
+    assert torch.equal(batch, shared)
+    whole = op.index_scores(queries, None, keys, page_ids, visible)
+    assert torch.equal(whole, batch)
+    for cut in (1, 2, 4):
+        first = op.Queries(queries.codes[:cut], queries.gates[:cut])
+        part = op.index_scores(first, None, keys, page_ids, visible[:cut])
+        assert torch.equal(part, whole[:cut])
     for row in range(5):
         one = op.Queries(queries.codes[row : row + 1], queries.gates[row : row + 1])
         alone = op.index_scores_decode(one, None, keys, table[:1], visible[:1])
