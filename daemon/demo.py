@@ -1,8 +1,9 @@
 """``dsv4-tierd demo``: the whole job on a tiny checkpoint, with a table and a proof at the end.
 
 Loads the installed Python's own source code, forks four agents, streams their answers,
-suspends them, kills the engine with SIGKILL, resumes, goes on; then does the same questions on
-a second daemon with tiering off and compares every token.
+suspends them, kills the engine with SIGKILL, resumes, goes on; then asks each agent's questions
+again on a second daemon with tiering off, which computes every prompt from its first token, and
+compares every token.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dsv4_tierd.daemon.client import AsyncTierd, Session
+from dsv4_tierd.daemon.client import AsyncTierd, Session, StreamEvent
+from dsv4_tierd.daemon.client_errors import TierdError
+from dsv4_tierd.daemon.progress import Bars
 
 QUESTIONS = (
     "Where could two threads race here? Name the function.",
@@ -38,6 +40,8 @@ FOLLOW_UP = "And what would you change first?"
 READY_S = 600.0
 PAGE_TOKENS = 256
 STOP_S = 60.0
+INTERRUPTED = 130  # as shells count a Ctrl-C
+TABLE_COLUMNS = 110
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ def tiny_checkpoint() -> Path:
 
 
 def source_code(characters: int) -> str:
-    """Real text: modules of the standard library, in order of name."""
+    """Real text: the first ``characters`` of the standard library, modules in order of name."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     pieces, size = [], 0
     for path in sorted(folder.glob("*.py")):
@@ -101,7 +105,7 @@ def source_code(characters: int) -> str:
         size += len(text)
         if size >= characters:
             break
-    return "".join(pieces)
+    return "".join(pieces)[:characters]
 
 
 def _open_log(folder: Path) -> BinaryIO:
@@ -118,7 +122,7 @@ async def daemon(
     arguments = {
         "--model": str(model), "--port": "0", "--device": plan.device, "--tiering": tiering,
         "--store": store, "--state-dir": str(folder / "state"), "--device-budget": "256MiB",
-        "--host-budget": "2GiB", "--store-budget": "4GiB",
+        "--host-budget": "2GiB", "--store-budget": "4GiB", "--drain-s": "5",
     }  # fmt: skip
     flat = [part for pair in arguments.items() for part in pair]
     log = _open_log(folder)
@@ -135,25 +139,42 @@ async def daemon(
         async with AsyncTierd(json.loads(line)["url"], max_retries=8) as tierd:
             yield tierd
     finally:
-        if process.returncode is None:
-            process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), STOP_S)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+        await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """SIGTERM, then patience, then SIGKILL; a second interruption ends the patience."""
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), STOP_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+    except asyncio.CancelledError:
+        process.kill()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What must be the same with tiering off. ``prompt_tokens`` are all that it was drawn from."""
+
+    prompt_tokens: int
+    token_ids: tuple[int, ...]
 
 
 class Story:
-    """The demo's steps on the tiered daemon; ``answers`` is what must be equal in the end."""
+    """The demo's steps on the tiered daemon; ``answers``: each agent's, in order."""
 
-    def __init__(self, plan: DemoPlan, tierd: AsyncTierd, text: str, progress: Progress) -> None:
+    def __init__(self, plan: DemoPlan, tierd: AsyncTierd, text: str, bars: Bars) -> None:
         self.plan = plan
         self.tierd = tierd
         self.text = text
-        self.progress = progress
+        self.bars = bars
         self.steps: list[Step] = []
-        self.answers: list[list[int]] = []
+        self.answers: list[list[Answer]] = [[] for _ in QUESTIONS]
 
     @asynccontextmanager
     async def step(self, name: str) -> AsyncIterator[Step]:
@@ -172,37 +193,35 @@ class Story:
             operation = await self.tierd.call(
                 "POST", f"/v1/sessions/{base.id}/append", {"messages": messages}
             )
-            bar = self.progress.add_task("prefill", total=None)
+            bar = self.bars.start("load source code")
             while operation["state"] == "running":
                 await asyncio.sleep(0.2)
                 operation = await self.tierd.operations.get(operation["id"])
                 if done := operation["progress"]:
-                    self.progress.update(bar, completed=done["done"], total=done["total"])
+                    bar.to(done["done"], done["total"])
             if operation["error"]:
                 raise DemoFailed(operation["error"]["message"])
             usage = operation["result"]["usage"]
-            self.progress.update(
-                bar, completed=usage["prompt_tokens"], total=usage["prompt_tokens"]
-            )
+            bar.to(usage["prompt_tokens"], usage["prompt_tokens"])
             step.count(usage)
             return await base.refresh()
 
     async def ask(self, agents: list[Session], prompts: tuple[str, ...], name: str) -> None:
         """All agents at once, streamed."""
         async with self.step(name) as step:
-            bar = self.progress.add_task(name, total=len(agents) * self.plan.answer_tokens)
+            bar = self.bars.start(name, len(agents) * self.plan.answer_tokens)
 
-            def advance(count: int) -> None:
-                self.progress.advance(bar, count)
+            def follow(event: StreamEvent) -> None:
+                bar.advance(len(event.token_ids))
 
             answered = await asyncio.gather(
                 *(
-                    stream(agent, prompt, self.plan.answer_tokens, advance)
+                    stream(agent, {"prompt": prompt}, self.plan.answer_tokens, follow)
                     for agent, prompt in zip(agents, prompts, strict=True)
                 )
             )
-            for ids, usage in answered:
-                self.answers.append(ids)
+            for known, (answer, usage) in zip(self.answers, answered, strict=True):
+                known.append(answer)
                 step.count(usage)
 
     async def run(self) -> None:
@@ -252,35 +271,44 @@ def bytes_by_tier(tiers: dict[str, Any]) -> dict[str, float]:
 
 
 async def stream(
-    agent: Session, prompt: str, max_tokens: int, advance: Callable[[int], None]
-) -> tuple[list[int], dict[str, Any]]:
+    agent: Session, words: dict[str, Any], max_tokens: int, follow: Callable[[StreamEvent], None]
+) -> tuple[Answer, dict[str, Any]]:
     """One greedy answer of exactly ``max_tokens``, and its usage."""
     ids: list[int] = []
-    async for event in agent.stream(prompt, max_tokens=max_tokens, ignore_eos=True):
+    async for event in agent.stream(**words, max_tokens=max_tokens, ignore_eos=True):
         ids += event.token_ids
-        advance(len(event.token_ids))
+        follow(event)
         if event.result is not None:
-            return ids, event.result["usage"]
+            usage = event.result["usage"]
+            return Answer(usage["prompt_tokens"], tuple(ids)), usage
     raise DemoFailed("a stream ended without its end")
 
 
-async def plain_answers(
-    plan: DemoPlan, tierd: AsyncTierd, text: str, bar: Progress
-) -> list[list[int]]:
-    """The same answers with tiering off: each agent on its own, nothing suspended or killed."""
-    base = await tierd.sessions.create(messages=[{"role": "system", "content": SYSTEM + text}])
-    task = bar.add_task("without tiering", total=2 * len(QUESTIONS) * plan.answer_tokens)
-    agents = [await base.fork() for _ in QUESTIONS]
-    answers: list[list[int]] = []
-    for prompts in (QUESTIONS, (FOLLOW_UP,) * len(QUESTIONS)):
-        found = await asyncio.gather(
-            *(
-                stream(agent, prompt, plan.answer_tokens, lambda n: bar.advance(task, n))
-                for agent, prompt in zip(agents, prompts, strict=True)
-            )
-        )
-        answers += [ids for ids, _ in found]
-    return answers
+async def prove(plan: DemoPlan, tierd: AsyncTierd, text: str, story: Story, bars: Bars) -> bool:
+    """Whether each agent's turns, every prompt computed from its first token, come out the same.
+
+    One computation a turn: none can be left out, as each turn's answer has its own prompt.
+    """
+    turns = [answer for answers in story.answers for answer in answers]
+    bar = bars.start("the same without tiering", sum(turn.prompt_tokens for turn in turns))
+    done = 0
+
+    def follow(event: StreamEvent) -> None:
+        bar.to(done + event.done)
+
+    for question, answers in zip(QUESTIONS, story.answers, strict=True):
+        agent = await tierd.sessions.create()
+        system = {"role": "system", "content": SYSTEM + text}
+        first: dict[str, Any] = {"messages": [system, {"role": "user", "content": question}]}
+        for words, expected in zip((first, {"prompt": FOLLOW_UP}), answers, strict=True):
+            found, usage = await stream(agent, words, plan.answer_tokens, follow)
+            if usage["computed_tokens"] != usage["prompt_tokens"]:
+                raise DemoFailed("the run without tiering reused something: it proves nothing")
+            if found != expected:
+                return False
+            done += found.prompt_tokens
+            bar.to(done)
+    return True
 
 
 def table_of(steps: list[Step]) -> Table:
@@ -304,29 +332,36 @@ def table_of(steps: list[Step]) -> Table:
 
 
 async def run_demo(plan: DemoPlan, *, as_json: bool, console: Console) -> int:
-    """Exit code 0: every token was equal; 1: not, or the demo could not run."""
-    async with AsyncExitStack() as stack:
+    """Exit code 0: every token was equal; 1: not, or the demo could not run; 130: interrupted.
+
+    Whatever ends it, the daemons that it started end first.
+    """
+    said = Console(stderr=True) if as_json else console
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    with ExitStack() as stack:
         if plan.keep is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dsv4-tierd-")))
         else:
             folder = plan.keep
-        bars = Console(stderr=True) if as_json else console
-        progress = Progress(
-            TextColumn("{task.description:>22}"), BarColumn(), MofNCompleteColumn(),
-            TimeElapsedColumn(), console=bars,
-        )  # fmt: skip
+        bars = Bars(said)
         try:
-            with progress:
-                steps, equal = await _tell(plan, folder, progress)
-        except DemoFailed as error:
-            bars.print(f"[red]{error}[/red]", highlight=False)
+            with bars.shown():
+                steps, equal = await _tell(plan, folder, bars)
+        except (DemoFailed, TierdError, TimeoutError) as error:
+            said.print(f"[red]{error or 'too slow: given up'}[/red]", highlight=False)
             return 1
+        except asyncio.CancelledError:
+            said.print("interrupted; the daemons have ended", highlight=False)
+            return INTERRUPTED
     if as_json:
-        sys.stdout.write(
-            json.dumps({"equal": equal, "steps": [asdict(step) for step in steps]}, indent=2) + "\n"
-        )
+        found = {"equal": equal, "steps": [asdict(step) for step in steps]}
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
-        console.print(table_of(steps))
+        wide = console if console.is_terminal else Console(width=TABLE_COLUMNS)
+        wide.print(table_of(steps))
         verdict = (
             "[green]Every token equals the run with --tiering off.[/green]"
             if equal
@@ -336,22 +371,22 @@ async def run_demo(plan: DemoPlan, *, as_json: bool, console: Console) -> int:
     return 0 if equal else 1
 
 
-async def _tell(plan: DemoPlan, folder: Path, progress: Progress) -> tuple[list[Step], bool]:
+async def _tell(plan: DemoPlan, folder: Path, bars: Bars) -> tuple[list[Step], bool]:
     model = plan.model
     if model is None:
         model = await asyncio.to_thread(tiny_checkpoint)
     async with daemon(plan, model, folder / "tiered", "hisparse") as tierd:
         text = await _enough_text(tierd, plan.tokens)
-        story = Story(plan, tierd, text, progress)
+        story = Story(plan, tierd, text, bars)
         await story.run()
     async with daemon(plan, model, folder / "off", "off") as tierd:
-        plain = await plain_answers(plan, tierd, text, progress)
-    return story.steps, bool(plain) and story.answers == plain
+        equal = await prove(plan, tierd, text, story, bars)
+    return story.steps, equal
 
 
 async def _enough_text(tierd: AsyncTierd, tokens: int) -> str:
     """Source code of at least ``tokens`` tokens."""
-    characters = tokens * 4
+    characters = tokens * 7 // 2  # fewer than code has a token, so little is loaded in vain
     while True:
         text = source_code(characters)
         found = await tierd.call("POST", "/tokenize", {"text": text})
@@ -359,4 +394,4 @@ async def _enough_text(tierd: AsyncTierd, tokens: int) -> str:
             return text
         if characters > 64 * tokens:
             raise DemoFailed("this Python's standard library has too little source code")
-        characters = characters * 3 // 2
+        characters = characters * 9 // 8
