@@ -9,7 +9,7 @@ from dsv4_tierd.tiering.check import check, check_idle
 from dsv4_tierd.tiering.errors import ExceedsCapacity, HostPoolExhausted
 from dsv4_tierd.tiering.manager import TierManager
 from dsv4_tierd.tiering.radix import NO_PAGE, Node
-from tiny_tiers import Puppet, tiny_plan, tiny_tiers
+from tiny_tiers import Puppet, prefix_states, tiny_plan, tiny_tiers
 
 RANDOM = np.random.default_rng(8)
 TEXTS = [RANDOM.integers(0, 512, 2048) for _ in range(6)]
@@ -68,6 +68,23 @@ def test_idle_tails_give_up_their_pages_last_and_lose_nothing() -> None:
     assert first.tail.packed is not None and first.tail.mirror == NO_PAGE
     assert tiers.idle.counters.packed == 1 and tiers.idle.counters.lost == 0
     assert tiers.idle.packed_bytes == len(first.tail.packed)
+    check_idle(tiers)
+
+
+def test_a_reused_mirror_page_leaves_no_hot_row_behind() -> None:
+    """Rows read under the page's old content are not found under its new content."""
+    tiers = tiny_tiers(tiny_plan(mirror_pages=4, device_pages=4, hot_rows=512))
+    puppet = Puppet(tiers)
+    for step, text in enumerate(TEXTS[:4]):
+        actor = puppet.actor(text[:1024])
+        seq = puppet.open(actor)
+        assert puppet.ready(actor)
+        puppet.prefill(seq, 1024)
+        states = prefix_states(actor.transcript.tokens)
+        keys = enumerate(actor.transcript.hashes)
+        puppet.verify([actor], {key: states[: 256 * i + 256] for i, key in keys}, 100 * step)
+        puppet.close(actor, keep_tail=False)
+    assert tiers.evictor.counters.mirror_evicted == 12
     check_idle(tiers)
 
 
