@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from dsv4_tierd.tiering.errors import StoreUnavailable, TransferFailed
-from dsv4_tierd.tiering.store.protocol import ObjectKey, StoredObject, StoreUsage
+from dsv4_tierd.tiering.store.protocol import Facts, ObjectKey, StoredObject, StoreUsage
 from naive_store import NaiveStore
 
 
@@ -33,6 +33,11 @@ class HostileStore:
         self._check()
         with self._lock:
             return self.naive.has(keys)
+
+    def find(self, key: ObjectKey) -> Facts | None:
+        self._check()
+        with self._lock:
+            return self.naive.find(key)
 
     def get(self, key: ObjectKey, into: memoryview) -> bool:
         self.reads += 1

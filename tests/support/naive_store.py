@@ -6,7 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from dsv4_tierd.tiering.errors import PreconditionFailed, StoreUnavailable, TransferFailed
-from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, StoredObject, StoreUsage
+from dsv4_tierd.tiering.store.protocol import (
+    Facts,
+    ObjectKey,
+    ObjectKind,
+    StoredObject,
+    StoreUsage,
+)
 
 
 class NaiveStore:
@@ -23,6 +29,13 @@ class NaiveStore:
     def has(self, keys: Sequence[ObjectKey]) -> list[bool]:
         self._check()
         return [key in self.objects for key in keys]
+
+    def find(self, key: ObjectKey) -> Facts | None:
+        self._check()
+        if key not in self.objects:
+            return None
+        parent, payload = self.objects[key]
+        return Facts(parent, len(payload))
 
     def get(self, key: ObjectKey, into: memoryview) -> bool:
         self._check()

@@ -23,7 +23,13 @@ from dsv4_tierd.tiering.store.folder import (
     remember_identity,
 )
 from dsv4_tierd.tiering.store.identity import StoreIdentity
-from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, StoredObject, StoreUsage
+from dsv4_tierd.tiering.store.protocol import (
+    Facts,
+    ObjectKey,
+    ObjectKind,
+    StoredObject,
+    StoreUsage,
+)
 from dsv4_tierd.tiering.store.vault import DiskConfig, Vault, describe, record_bytes
 
 log = logging.getLogger(__name__)
@@ -99,6 +105,12 @@ class DiskStore:
         self._check_open()
         find, identity = self._vault.catalogue.find, self._identity
         return [find(identity, key) is not None for key in keys]
+
+    def find(self, key: ObjectKey) -> Facts | None:
+        """Memory only, no lock."""
+        self._check_open()
+        entry = self._vault.catalogue.find(self._identity, key)
+        return None if entry is None else Facts(entry.parent, entry.payload_bytes)
 
     def get(self, key: ObjectKey, into: memoryview) -> bool:
         """Read and check one object; a bad one is forgotten before TransferFailed is raised."""

@@ -50,6 +50,14 @@ class StoredObject:
 
 
 @dataclass(frozen=True, slots=True)
+class Facts:
+    """What a catalogue knows of one object besides its name."""
+
+    parent: bytes | None
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreUsage:
     """Gauges and counters of a store. Counters never go down while it is open."""
 
@@ -72,6 +80,9 @@ class PrefixStore(Protocol):
 
     def has(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Whether each object can be read now. No payload is read; holds nothing."""
+
+    def find(self, key: ObjectKey) -> Facts | None:
+        """What is known of an object; None: not there. As quick as ``has``, and as ``has`` else."""
 
     def get(self, key: ObjectKey, into: memoryview) -> bool:
         """Read one object into ``into`` (exactly its length). False: not there.

@@ -33,7 +33,13 @@ from dsv4_tierd.tiering.store.codec import (
 )
 from dsv4_tierd.tiering.store.disk import GcReport, ObjectInfo, VerifyReport
 from dsv4_tierd.tiering.store.identity import StoreIdentity
-from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, StoredObject, StoreUsage
+from dsv4_tierd.tiering.store.protocol import (
+    Facts,
+    ObjectKey,
+    ObjectKind,
+    StoredObject,
+    StoreUsage,
+)
 from dsv4_tierd.tiering.store.redis_care import (
     GRACE_S,
     delete_tenant_elsewhere,
@@ -82,6 +88,12 @@ class RedisStore:
         """Memory only, no lock. Raises StoreUnavailable, at once, while the server is away."""
         self._check()
         return self._mirror.has(keys)
+
+    def find(self, key: ObjectKey) -> Facts | None:
+        """Memory only, no lock. Raises as ``has``."""
+        self._check()
+        row = self._mirror.find(key)
+        return None if row is None else Facts(row.parent, row.payload_bytes)
 
     def get(self, key: ObjectKey, into: memoryview) -> bool:
         """Read and check one object; a bad one is forgotten before TransferFailed is raised."""

@@ -11,7 +11,13 @@ import pytest
 
 import redis_servers
 from dsv4_tierd.tiering.errors import PreconditionFailed, StoreUnavailable, TransferFailed
-from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, PrefixStore, StoredObject
+from dsv4_tierd.tiering.store.protocol import (
+    Facts,
+    ObjectKey,
+    ObjectKind,
+    PrefixStore,
+    StoredObject,
+)
 from naive_store import NaiveStore
 from redis_cases import open_redis
 from store_cases import (
@@ -49,6 +55,15 @@ def test_what_was_put_is_read_back(store: PrefixStore) -> None:
     store.put(items)
     assert all(present(store, items))
     assert [read(store, item) for item in items] == [item.payload for item in items]
+
+
+def test_what_is_known_of_an_object(store: PrefixStore) -> None:
+    """The catalogue says what an object hangs on and how long it is, and nothing of others."""
+    items = [*chain("a", 2), resume("a1", size=77), tail("s", "a1", size=0)]
+    store.put(items)
+    found = [store.find(item.key) for item in items]
+    assert found == [Facts(item.parent, len(item.payload)) for item in items]
+    assert store.find(page("b").key) is None
 
 
 def test_what_was_not_put_is_not_there(store: PrefixStore) -> None:
