@@ -3,7 +3,8 @@
 A cubin is cached by everything it depends on (source with its includes, options, architecture,
 NVRTC's version) under ``$XDG_CACHE_HOME/dsv4-tierd/cubin``; a damaged file is compiled again.
 Kernels take only pointers and 64-bit integers, so that a launch needs no types. Launches do not
-allocate or synchronise, so they can be captured in a CUDA graph. Importing needs no GPU and no
+allocate or synchronise, so they can be captured in a CUDA graph; the first call of an op compiles
+and loads, and belongs before the capture. Importing needs no GPU and no
 CUDA package; compiling needs cuda-core and NVRTC; launching needs a GPU.
 """
 

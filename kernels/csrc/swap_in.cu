@@ -148,7 +148,9 @@ __device__ __forceinline__ Victim take(int* stamp, const int* owner, u32 sectors
         if (__all_sync(FULL_WARP, done)) return taken;
         if (done) continue;
         if (best == ~0ull) {
-            first = probed(seed, ++probe, lane, sectors);
+            // Every slot was seen and is of this step: the caller broke its promise of free slots.
+            if (++probe > HASHED_PROBES + sectors / 4 + 1) __trap();
+            first = probed(seed, probe, lane, sectors);
             stamps = load4_volatile(stamp + first);
         }
         if (slot == first) stamps.x = step;
