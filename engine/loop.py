@@ -142,7 +142,7 @@ class Engine:
             if time.monotonic() - stored.since < STORED_TAIL_DEADLINE_S:
                 return False
             stored.fetch = None  # late: computed from the words instead
-        session.tail = self.tiers.accept_tail(stored.fetch, len(session.transcript))
+        session.tail = self.tiers.accept_tail(stored.fetch, session.transcript)
         stored.usable, stored.fetch = False, None
         return True
 

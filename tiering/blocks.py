@@ -60,6 +60,13 @@ class Transcript:
             self._hashes.append(block_hash(parent, block.tobytes()))
         return self._hashes
 
+    def digest(self, length: int) -> bytes:
+        """32 bytes that name the first ``length`` tokens, under this root."""
+        hasher = blake3(derive_key_context="dsv4-tierd words v1")
+        hasher.update(self.root)
+        hasher.update(self._tokens[:length].tobytes())
+        return hasher.digest()
+
     def append(self, tokens: TokenArray) -> None:
         """Add tokens at the end; amortised O(new)."""
         end = self._length + len(tokens)

@@ -308,18 +308,18 @@ class TierManager:
             return None
         return self.coordinator.fetch_tail(ObjectKey(ObjectKind.TAIL, tenant, digest), size)
 
-    def accept_tail(self, fetch: Future[bytes] | None, token_count: int) -> Tail | None:
+    def accept_tail(self, fetch: Future[bytes] | None, transcript: Transcript) -> Tail | None:
         """A finished read to an idle tail; None, and a line in the log, if it brought none."""
         if fetch is None:
             return None
         try:
-            packed = fetch.result()
+            words, packed = fetch.result()[:32], fetch.result()[32:]
             position = split_packed(packed)[0].position
+            if position >= len(transcript) or words != transcript.digest(position):
+                raise TransferFailed("the stored tail is of other words")
         except TierError as error:
             self.coordinator.counters.loads_failed += 1
             log.warning("stored tail is not used, recomputing: %s", error)
-            return None
-        if position >= token_count:
             return None
         return self.idle.add(Tail(position=position, slot=None, packed=packed))
 

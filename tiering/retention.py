@@ -122,7 +122,8 @@ class Retention:
                 manager.coordinator.queue(node, ObjectKind.RESUME)
         suspension = Suspension(path, position // BLOCK_TOKENS, None, 0)
         if tail is not None and not IdleTails.lost(tail):
-            packed = manager.idle.pack(tail)
+            # The words first, so that a tail is never taken for another transcript's.
+            packed = transcript.digest(tail.position) + manager.idle.pack(tail)
             key = tail_digest(name, transcript, tail.position)
             suspension.tail_key, suspension.tail_size = key, len(packed)
             suspension.tail_position = tail.position
@@ -181,6 +182,5 @@ def tail_digest(name: str, transcript: Transcript, position: int) -> bytes:
     """Name of a session's tail after ``position`` tokens: 32 bytes."""
     hasher = blake3(derive_key_context="dsv4-tierd tail v1")
     hasher.update(name.encode())
-    hasher.update(transcript.root)
-    hasher.update(transcript.tokens[:position].tobytes())
+    hasher.update(transcript.digest(position))
     return hasher.digest()

@@ -135,7 +135,7 @@ def test_a_suspension_is_done_when_everything_is_stored() -> None:
     )
     rig.retention.suspend_to_host(actor.tail)
     assert actor.tail is not None and actor.tail.slot is None and actor.tail.packed is not None
-    assert suspension.tail_size == len(actor.tail.packed)
+    assert suspension.tail_size == 32 + len(actor.tail.packed)  # the words' digest before it
     check_idle(rig.tiers, rig.retention)
 
 
@@ -152,7 +152,7 @@ def test_a_stored_tail_continues_a_session_exactly() -> None:
     assert fetch is not None
     fetch.exception()
     actor = puppet.actor(np.concatenate([TEXTS[0], [1, 2, 3]]))
-    actor.tail = tiers.accept_tail(fetch, len(actor.transcript))
+    actor.tail = tiers.accept_tail(fetch, actor.transcript)
     seq = puppet.open(actor)
     assert seq.start.begin == len(TEXTS[0]) == seq.reused.total
     while not puppet.ready(actor):
@@ -160,6 +160,23 @@ def test_a_stored_tail_continues_a_session_exactly() -> None:
     puppet.prefill(seq, len(actor.transcript))
     puppet.verify([actor], _blocks(actor), 10)
     puppet.close(actor)
+
+
+def test_a_stored_tail_of_other_words_is_refused() -> None:
+    """A tail whose words are not the transcript's is never continued from."""
+    store = HostileStore()
+    rig = Rig(8, store)
+    suspension = rig.suspend(rig.actors[0])
+    rig.settle(suspension)
+    tiers = tiny_tiers(store=store)
+    assert suspension.tail_key is not None
+    fetch = tiers.fetch_tail("", suspension.tail_key, suspension.tail_size)
+    assert fetch is not None
+    fetch.exception()
+    words = np.concatenate([TEXTS[0], [1, 2, 3]])
+    words[5] += 1
+    assert tiers.accept_tail(fetch, Puppet(tiers).actor(words).transcript) is None
+    assert tiers.coordinator.counters.loads_failed == 1
 
 
 def _blocks(actor: Actor) -> dict[bytes, np.ndarray]:
