@@ -60,8 +60,10 @@ def rows_per_split(tokens: int, heads: int, capacity: int) -> int:
     tokens: queries; capacity: window and extra ids of a query, -1 ones too. As many spans as
     fill the card once; never below one block of 64.
     """
-    programs = max(1, _TARGET_PROGRAMS // (tokens * -(-heads // 64)))
     blocks = max(1, -(-capacity // _BLOCK_ROWS))
+    if blocks <= 2:  # the window alone: a second block costs less than a merge
+        return _BLOCK_ROWS * blocks
+    programs = max(1, _TARGET_PROGRAMS // (tokens * -(-heads // 64)))
     return _BLOCK_ROWS * -(-blocks // min(programs, blocks))
 
 

@@ -3,8 +3,8 @@
 // One CTA: up to 64 heads of one query, a span of key blocks of 64 rows. Four warpgroups:
 //
 //   decoders    two, half of a block's rows each, so that one's wait is the other's work: read row ids
-//               three blocks ahead and row bytes one block ahead, half by asynchronous copies and
-//               half in registers (either alone is too small); decode e4m3 * 2**e to fp16 (two
+//               three blocks ahead, ask for rows in the L2 two ahead and read them one ahead, half
+//               by asynchronous copies and half in registers (either alone is too small); decode e4m3 * 2**e to fp16 (two
 //               instructions for two values; bf16 would take six) into one of two shared tiles
 //               (128-byte swizzle). Rows reach 57,344 so, which RMS-normed latents never do
 //   attender 0  scores = Q K^T, softmax; keeps its weights in registers and hands a copy to 1
@@ -42,7 +42,7 @@ struct Shared {
 struct Scope {
     const unsigned char *data, *scale;
     i64 data_page, data_row, scale_page, scale_row;
-    u32 page_rows, rows;
+    u32 page_rows, page_shift, rows;  // page_rows = 1 << page_shift, or page_shift is 32
     const int* ids;
     u32 count;
 };
@@ -190,6 +190,8 @@ __device__ __forceinline__ u32 factor_of(uint2 scales, u32 group) {
     return pack_fp16(factor, factor);
 }
 
+__device__ __forceinline__ u32 shift_of(i64 count) { return count & (count - 1) ? 32 : __ffsll(count) - 1; }
+
 struct Span {
     Scope window, extra;
     u32 window_blocks, first;
@@ -211,52 +213,61 @@ struct Decoder {
     // Columns 16 l and 128 + 16 l as [2 row + part][thread]; then columns 384 + 16 l of both rows,
     // four lanes each, as [4][thread].
     uint4 (*raw)[256];
+    const unsigned char* base;  // any address, for copies of nothing
     uint4 body[2];  // columns 256 + 16 l
     uint4 rope[2];
     uint2 scales[2];
-    int ids[2];    // of the block whose bytes are read next
-    int later[2];  // of the block after it
+    int ids[2];                  // of the block after the one at hand
+    const unsigned char* at[2];  // data of the block at hand, null where a row is absent
+    const unsigned char* scale_at[2];
 
     __device__ __forceinline__ void read_ids(const Span& span, u32 block, u32 warp, u32 lane) {
 #pragma unroll
-        for (u32 i = 0; i < 2; i++) {
-            ids[i] = later[i];
-            later[i] = read_id(span, block, warp * 8 + i * 4 + (lane >> 3));
-        }
+        for (u32 i = 0; i < 2; i++) ids[i] = read_id(span, block, warp * 8 + i * 4 + (lane >> 3));
     }
 
-    __device__ __forceinline__ u32 valid() const {
-        return (ids[0] >= 0) | (ids[1] >= 0) << 1;
-    }
+    __device__ __forceinline__ u32 valid() const { return (at[0] != nullptr) | (at[1] != nullptr) << 1; }
 
-    __device__ __forceinline__ void load(const Span& span, u32 block, u32 lane) {
+    // Addresses of the ids' rows, and their bytes asked for in the L2.
+    __device__ __forceinline__ void locate(const Span& span, u32 block, u32 lane) {
         if (block < span.window_blocks) {
-            load(span.window, lane);
+            locate(span.window, lane);
         } else {
-            load(span.extra, lane);
+            locate(span.extra, lane);
         }
     }
 
-    __device__ __forceinline__ void load(const Scope& scope, u32 lane) {
-        const u32 l = lane & 7;
-        const unsigned char* at[2];
-        bool there[2];
+    __device__ __forceinline__ void locate(const Scope& scope, u32 lane) {
 #pragma unroll
         for (u32 i = 0; i < 2; i++) {
-            there[i] = ids[i] >= 0;
-            const u32 id = there[i] ? ids[i] : 0;
-            const u32 page = id / scope.page_rows, row = id % scope.page_rows;
+            at[i] = nullptr;
+            if (ids[i] < 0) continue;
+            const u32 id = ids[i];
+            const u32 page = scope.page_shift < 32 ? id >> scope.page_shift : id / scope.page_rows;
+            const u32 row = id - page * scope.page_rows;
             at[i] = scope.data + page * scope.data_page + row * scope.data_row;
-            scales[i] = load8(scope.scale + page * scope.scale_page + row * scope.scale_row, there[i]);
+            scale_at[i] = scope.scale + page * scope.scale_page + row * scope.scale_row;
+            const u32 l = lane & 7;
+            const unsigned char* line = l < 5 ? at[i] + l * 128 : l == 5 ? at[i] + 575 : scale_at[i];
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+        }
+    }
+
+    __device__ __forceinline__ void load(u32 lane) {
+        const u32 l = lane & 7;
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            const bool there = at[i] != nullptr;
+            scales[i] = load8(scale_at[i], there);
 #pragma unroll
             for (u32 part = 0; part < 2; part++)
-                copy16(shared_address(&raw[2 * i + part][threadIdx.x & 255]), at[i] + part * 128 + l * 16, there[i]);
-            body[i] = load16(at[i] + 256 + l * 16, there[i]);
-            rope[i] = load16(at[i] + 448 + l * 16, there[i]);
+                copy16(shared_address(&raw[2 * i + part][threadIdx.x & 255]),
+                       there ? at[i] + part * 128 + l * 16 : base, there);
+            body[i] = load16(at[i] + 256 + l * 16, there);
+            rope[i] = load16(at[i] + 448 + l * 16, there);
         }
-        const bool second = l >= 4;
-        copy16(shared_address(&raw[4][threadIdx.x & 255]), (second ? at[1] : at[0]) + 384 + (l & 3) * 16,
-               second ? there[1] : there[0]);
+        const unsigned char* from = l >= 4 ? at[1] : at[0];
+        copy16(shared_address(&raw[4][threadIdx.x & 255]), from ? from + 384 + (l & 3) * 16 : base, from != nullptr);
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
 
@@ -278,9 +289,11 @@ struct Decoder {
     }
 };
 
+// On entry the first block's bytes are on their way and the second's ids are there.
 __device__ __forceinline__ void decode_blocks(Shared& s, Decoder& d, const Span& span, u32 blocks) {
     const u32 lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 7;
     u32 valid = d.valid();
+    d.locate(span, span.first + 1, lane);
     d.read_ids(span, span.first + 2, warp, lane);
     for (u32 j = 0; j < blocks; j++) {
         const u32 buffer = j & 1, tile = shared_address(s.keys[buffer]);
@@ -289,13 +302,16 @@ __device__ __forceinline__ void decode_blocks(Shared& s, Decoder& d, const Span&
 #pragma unroll
             for (u32 i = 0; i < 2; i++) s.seen[buffer][warp * 8 + i * 4 + (lane >> 3)] = valid >> i & 1;
         }
-        valid = d.valid();
         asm volatile("cp.async.wait_group 0;" ::: "memory");
         d.store(tile, warp, lane);
         proxy_fence();
         mbarrier_arrive(shared_address(&s.full[buffer]));
-        if (j + 1 < blocks) d.load(span, span.first + j + 1, lane);
-        d.read_ids(span, span.first + j + 3, warp, lane);
+        if (j + 1 < blocks) {
+            d.load(lane);
+            valid = d.valid();
+            d.locate(span, span.first + j + 2, lane);
+            d.read_ids(span, span.first + j + 3, warp, lane);
+        }
     }
 }
 
@@ -540,10 +556,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) sparse_attention(
     const float scale_log2 = __uint_as_float(static_cast<u32>(scale_bits)) * LOG2_E;
     Span span;
     span.window = {window_data, window_scale, window_data_page, window_data_row, window_scale_page, window_scale_row,
-                   static_cast<u32>(window_page_rows), static_cast<u32>(window_rows),
+                   static_cast<u32>(window_page_rows), shift_of(window_page_rows), static_cast<u32>(window_rows),
                    window_ids + token * window_ids_token, static_cast<u32>(window_count)};
     span.extra = {extra_data, extra_scale, extra_data_page, extra_data_row, extra_scale_page, extra_scale_row,
-                  static_cast<u32>(extra_page_rows), static_cast<u32>(extra_rows),
+                  static_cast<u32>(extra_page_rows), shift_of(extra_page_rows), static_cast<u32>(extra_rows),
                   extra_ids + token * extra_ids_token, static_cast<u32>(extra_count)};
     span.window_blocks = (span.window.count + BLOCK - 1) / BLOCK;
     span.first = split * static_cast<u32>(span_blocks);
@@ -561,13 +577,15 @@ extern "C" __global__ void __launch_bounds__(512, 1) sparse_attention(
         const u32 lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 7;
         Decoder d;
         d.raw = s.raw;
+        d.base = window_data;
         d.read_ids(span, span.first, warp, lane);
+        d.locate(span, span.first, lane);
+        d.load(lane);
         d.read_ids(span, span.first + 1, warp, lane);
-        d.load(span, span.first, lane);
         find_last(s, span, static_cast<u32>(span_blocks));
         __syncthreads();
         const u32 blocks = __shfl_sync(FULL_WARP, (s.last + BLOCK) / BLOCK, 0);
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
         if (blocks) decode_blocks(s, d, span, blocks);
         asm volatile("cp.async.wait_all;" ::: "memory");
     } else {
@@ -579,7 +597,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) sparse_attention(
         }
         __syncthreads();
         const u32 blocks = __shfl_sync(FULL_WARP, (s.last + BLOCK) / BLOCK, 0);
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
         const u32 thread = threadIdx.x & 127, lane = thread & 31;
         float sums[128];
 #pragma unroll
