@@ -20,6 +20,21 @@ TestLives.settings = settings(
 )
 
 Draw = random.Random
+
+
+def create(machine: Lives, draw: Draw) -> None:
+    """One more session, if there may be."""
+    if len(machine.actors) < 6:
+        length = draw.choice([255, 256, 257, 512, 1024, draw.randint(1, 1500)])
+        machine.create(stem=draw.randint(0, 1), length=length, tenant=draw.choice(["", "", "b"]))
+
+
+def fork(machine: Lives, draw: Draw, pick: int) -> None:
+    """A copy of a session, whole or cut, if there may be one more."""
+    if 0 < len(machine.actors) < 6:
+        machine.fork(pick=pick, share=draw.random(), whole=draw.random() < 0.5)
+
+
 TROUBLE = ["down", "up", "up", "broken", "wait 1", "wait 6", "wait 11"]
 # How often, and what: a denser life than a search for small examples leads.
 ACTIONS: list[tuple[int, Callable[[Lives, Draw, int], object]]] = [
@@ -52,19 +67,6 @@ STORE_ACTIONS: list[tuple[int, Callable[[Lives, Draw, int], object]]] = [
     (1, lambda m, d, pick: m.store_evicts(choice=d.randint(0, 100)) if stored(m) else None),
     (1, lambda m, d, pick: m.restart()),
 ]
-
-
-def create(machine: Lives, draw: Draw) -> None:
-    """One more session, if there may be."""
-    if len(machine.actors) < 6:
-        length = draw.choice([255, 256, 257, 512, 1024, draw.randint(1, 1500)])
-        machine.create(stem=draw.randint(0, 1), length=length, tenant=draw.choice(["", "", "b"]))
-
-
-def fork(machine: Lives, draw: Draw, pick: int) -> None:
-    """A copy of a session, whole or cut, if there may be one more."""
-    if 0 < len(machine.actors) < 6:
-        machine.fork(pick=pick, share=draw.random(), whole=draw.random() < 0.5)
 
 
 def stored(machine: Lives) -> bool:
