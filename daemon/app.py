@@ -7,7 +7,6 @@ import contextlib
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -27,8 +26,9 @@ from dsv4_tierd.daemon.middleware import (
 )
 from dsv4_tierd.daemon.routes import chat, completions, generate, operations, sessions
 from dsv4_tierd.daemon.service import Service
-from dsv4_tierd.daemon.tokenize import TextCodec, TextService, find_tokenizer
+from dsv4_tierd.daemon.tokenize import TextCodec, TextService
 from dsv4_tierd.daemon.worker import WORKER_COMMAND, Probing, Worker
+from dsv4_tierd.engine.vocabulary import find_tokenizer
 
 log = logging.getLogger("dsv4_tierd.daemon")
 
@@ -54,8 +54,10 @@ def make_app(service: Service) -> web.Application:
 
 def load_text(config: ServeConfig, vocab_size: int) -> TextCodec | None:
     """The checkpoint's tokenizer, or DeepSeek's if its vocabulary is that. Blocking."""
-    text = find_tokenizer(Path(config.model), vocab_size)
-    return None if text is None else TextCodec(text, config.token_cache_budget)
+    file = find_tokenizer(config.model, vocab_size)
+    if file is None:
+        return None
+    return TextCodec(file.read_text(encoding="utf-8"), config.token_cache_budget)
 
 
 async def serve(

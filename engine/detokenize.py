@@ -11,14 +11,15 @@ from tokenizers.decoders import DecodeStream
 class TextStream:
     """Text of one request. Without a tokenizer there is no text, and no stop string.
 
-    What could still become a stop string, and bytes that are not yet a character, are held back.
+    Special tokens are spelled out: what a chat parser looks for is among them. What could still
+    become a stop string, and bytes that are not yet a character, are held back.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = ()) -> None:
         self.stopped_by: str | None = None
         self._tokenizer = tokenizer
         self._stop = tuple(text for text in stop if text)
-        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._decoder = DecodeStream(skip_special_tokens=False)
         self._undecided: list[int] = []  # ids whose bytes are not yet a whole character
         self._held = ""
 
@@ -38,7 +39,7 @@ class TextStream:
         if self._tokenizer is None or self.stopped_by is not None:
             return ""
         rest = (
-            self._tokenizer.decode(self._undecided, skip_special_tokens=True)
+            self._tokenizer.decode(self._undecided, skip_special_tokens=False)
             if self._undecided
             else ""
         )

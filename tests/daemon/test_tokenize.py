@@ -17,15 +17,16 @@ from hypothesis import strategies as st
 from dsv4_tierd.daemon import tokenize as tokenize_module
 from dsv4_tierd.daemon.encoding import encode_chat, encode_messages
 from dsv4_tierd.daemon.ledger import Turn
-from dsv4_tierd.daemon.tokenize import Piece, TextCodec, TextService, find_tokenizer
+from dsv4_tierd.daemon.tokenize import Piece, TextCodec, TextService
+from dsv4_tierd.engine.vocabulary import find_tokenizer
 from dsv4_tierd.tiering.errors import InvalidRequest, UnsupportedCombination
 
 
 @functools.cache
 def source() -> str:
-    text = find_tokenizer(Path("/nowhere"), 129_280)
-    assert text is not None
-    return text
+    file = find_tokenizer("/nowhere", 129_280)
+    assert file is not None
+    return file.read_text(encoding="utf-8")
 
 
 @functools.cache
@@ -166,7 +167,7 @@ def test_bad_messages_are_refused(messages: list[object]) -> None:
 
 async def test_without_a_tokenizer_text_is_refused_clearly() -> None:
     """A checkpoint with neither tokenizer nor DeepSeek's vocabulary takes ids only."""
-    assert find_tokenizer(Path("/nowhere"), 1000) is None
+    assert find_tokenizer("/nowhere", 1000) is None
     service = TextService(None)
     with pytest.raises(UnsupportedCombination, match="token_ids"):
         await service.encode_text("hello")
