@@ -90,13 +90,13 @@ def test_bytes_that_are_no_text() -> None:
         assert "".join(pieces) == tokenizer().decode(ids, skip_special_tokens=False)
 
 
-def test_special_tokens_are_silent() -> None:
-    """Special tokens, even within a character, add no text and lose none."""
+def test_special_tokens_are_spelled_out() -> None:
+    """A chat parser looks for special tokens in the text, so they stand where they were drawn."""
     eos = tokenizer().token_to_id("<｜end▁of▁sentence｜>")
     bos = tokenizer().token_to_id("<｜begin▁of▁sentence｜>")
-    ids = [bos, *ids_of("ab"), eos, *byte_ids("é".encode()), bos, eos, *ids_of("z"), eos]
+    ids = [bos, *ids_of("ab"), eos, *byte_ids("é".encode()), *ids_of("z")]
     pieces, _ = stream(ids)
-    assert "".join(pieces) == "abéz"
+    assert "".join(pieces) == "<｜begin▁of▁sentence｜>ab<｜end▁of▁sentence｜>éz"
 
 
 @pytest.mark.parametrize("seed", range(30))
