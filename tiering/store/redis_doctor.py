@@ -63,7 +63,7 @@ def _warnings(link: Link, pool: Any, config: RedisConfig) -> Iterator[str]:
 def _memory(limit: int, policy: str, memory: dict[str, str], config: RedisConfig) -> Iterator[str]:
     if policy == "noeviction" and not limit:
         yield (
-            "maxmemory is not set: the machine's memory is the limit, and there the server is killed"
+            "maxmemory is not set: the machine's memory is the limit, where the server is killed"
         )
     if limit and policy == "noeviction" and limit < config.bytes_max:
         yield (

@@ -50,6 +50,7 @@ class Link:
         self._cluster: Any = None
         self._busy: set[socket.socket] = set()
         self._closed = False
+        self._restores = 0
 
     # ------------------------------------------------------------ the breaker
     @property
@@ -82,6 +83,7 @@ class Link:
             if self._closed or self.down_reason is None:
                 return
             self.down_reason = None
+            self._restores += 1
         log.info("store: redis at %s is connected", self.target.shown)
 
     def hang_up(self) -> None:
@@ -114,7 +116,7 @@ class Link:
     def _greet(self, pool: Any) -> None:
         """Refuse what is too old; find out that a single server is part of a cluster."""
         end = self._deadline(0)
-        reply = self._on(pool, lambda wire: wire.call(["INFO", "server"], end))
+        reply = self._on(pool, lambda wire: wire.call(["INFO", "server"], end), True)
         server = info_fields(reply)
         version = server.get("valkey_version") or server.get("redis_version", "0")
         if tuple(int(part) for part in version.split(".")[:2]) < VERSION_MIN:
@@ -247,7 +249,7 @@ class Link:
         """One command to one of ``pools()``. Raises as ``call``."""
         self.check()
         end = self._deadline(0)
-        return self._guarded(lambda: self._on(pool, lambda wire: wire.call(args, end)))
+        return self._guarded(lambda: self._on(pool, lambda wire: wire.call(args, end), False))
 
     def _deadline(self, size: int) -> float:
         return time.monotonic() + self.config.deadline_s + size / self.config.rate_min
@@ -257,14 +259,14 @@ class Link:
     ) -> _T:
         if not probe:
             self.check()
-        return self._guarded(lambda: self._follow(key, use, end))
+        return self._guarded(lambda: self._follow(key, use, end, probe))
 
-    def _follow(self, key: bytes, use: Callable[[Wire], _T], end: float) -> _T:
+    def _follow(self, key: bytes, use: Callable[[Wire], _T], end: float, probe: bool) -> _T:
         """Run on the key's server, wherever a cluster has moved it."""
         pool, asking = self._pool_for(key), False
         for _ in range(_REDIRECTS_MAX):
             try:
-                return self._on(pool, _asking(use, end) if asking else use)
+                return self._on(pool, _asking(use, end) if asking else use, probe)
             except ReplyError as error:
                 cluster = self._cluster
                 if cluster is None or error.code not in ("MOVED", "ASK"):
@@ -284,27 +286,29 @@ class Link:
         """Translate what goes wrong; what is not an answer opens the breaker."""
         import redis
 
+        restores = self._restores
         try:
             return use()
         except ReplyError as error:
             if error.code == "OOM":
                 raise OutOfMemory(f"redis at {self.target.shown} is out of memory") from error
-            if error.code in _AWAY:
+            if error.code in _AWAY and restores == self._restores:
                 self.trip(str(error))
             raise StoreUnavailable(f"redis at {self.target.shown} says {error}") from error
         except (OSError, redis.RedisError, redis.exceptions.RedisClusterException) as error:
             reason = str(error) or type(error).__name__
-            self.trip(reason)
+            if restores == self._restores:  # else it is about connections of before
+                self.trip(reason)
             raise StoreUnavailable(f"redis at {self.target.shown} is away: {reason}") from error
 
-    def _on(self, pool: Any, use: Callable[[Wire], _T]) -> _T:
+    def _on(self, pool: Any, use: Callable[[Wire], _T], probe: bool) -> _T:
         """With a connection of the pool; one that was kept and is dead is replaced once."""
         for last in (False, True):
             connection = pool.get_connection()
             fresh = not hasattr(connection, "tierd_used")
             connection.tierd_used = True
             try:
-                with self._in_flight(connection) as sock:
+                with self._in_flight(connection, probe) as sock:
                     return use(Wire(sock))
             except (ReplyError, OutOfMemory):
                 raise
@@ -318,10 +322,12 @@ class Link:
         raise AssertionError("unreachable")
 
     @contextlib.contextmanager
-    def _in_flight(self, connection: Any) -> Iterator[socket.socket]:
+    def _in_flight(self, connection: Any, probe: bool) -> Iterator[socket.socket]:
         # redis-py has no public name for the socket of a connection.
         sock: socket.socket = connection._sock  # noqa: SLF001
         with self._lock:
+            if self._closed or not (self.up or probe):  # tripped since the call began
+                raise StoreUnavailable(f"redis at {self.target.shown} is away")
             self._busy.add(sock)
         try:
             yield sock
