@@ -61,7 +61,7 @@ def rows_per_split(tokens: int, heads: int, capacity: int) -> int:
     fill the card once; never below one block of 64.
     """
     blocks = max(1, -(-capacity // _BLOCK_ROWS))
-    if blocks <= 2:  # the window alone: a second block costs less than a merge
+    if blocks <= 2 and tokens * -(-heads // 64) >= 32:  # a second block costs less than a merge
         return _BLOCK_ROWS * blocks
     programs = max(1, _TARGET_PROGRAMS // (tokens * -(-heads // 64)))
     return _BLOCK_ROWS * -(-blocks // min(programs, blocks))
