@@ -71,7 +71,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="127.0.0.1")] = None,
     port: Annotated[int | None, typer.Option(help="8100; 0 for a free one")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
-    store: Annotated[str | None, typer.Option(help="none or disk:PATH")] = None,
+    store: Annotated[str | None, typer.Option(help="none, disk:PATH, redis://…, …")] = None,
     tiering: Annotated[str | None, typer.Option(help="hisparse, resident or off")] = None,
     device_budget: Annotated[str | None, typer.Option(help="1GiB")] = None,
     host_budget: Annotated[str | None, typer.Option(help="a quarter of the memory")] = None,

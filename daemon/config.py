@@ -15,6 +15,8 @@ from typing import Any, Literal, get_args, get_type_hints
 import psutil  # type: ignore[import-untyped]
 
 from dsv4_tierd.engine.config import EngineConfig
+from dsv4_tierd.tiering.errors import InvalidRequest
+from dsv4_tierd.tiering.store.open import parse_spec
 from dsv4_tierd.tiering.units import parse_bytes
 
 ENV_PREFIX = "DSV4_TIERD_"
@@ -92,8 +94,6 @@ class ServeConfig:
         checks = [
             (bool(self.model), "model is empty"),
             (0 <= self.port <= 65535, f"port {self.port} is not in 0..65535"),
-            (self.store == "none" or self.store.startswith("disk:"), _STORE_HELP + self.store),
-            (self.store != "disk:", "store disk: needs a path"),
             (self.hot_rows is None or self.hot_rows > 0, "hot_rows must be positive"),
         ]
         positive = (
@@ -104,6 +104,10 @@ class ServeConfig:
         for passed, message in checks:
             if not passed:
                 raise BadConfig(message)
+        try:
+            parse_spec(self.store)
+        except InvalidRequest as error:
+            raise BadConfig(f"store: {error.message}") from error
 
     @property
     def host_budget_bytes(self) -> int:
@@ -130,9 +134,6 @@ class ServeConfig:
             queue_max=self.queue_max,
             max_tokens_default=self.max_tokens_default,
         )
-
-
-_STORE_HELP = "store is 'none' or 'disk:PATH', not "
 
 
 def default_host_budget() -> int:

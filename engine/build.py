@@ -26,10 +26,9 @@ from dsv4_tierd.tiering.errors import InvalidRequest, UnsupportedCombination
 from dsv4_tierd.tiering.manager import TierConfig, TierManager
 from dsv4_tierd.tiering.plan import Budgets, ModelSizes, Plan, plan
 from dsv4_tierd.tiering.retention import Retention
-from dsv4_tierd.tiering.store.disk import DiskStore
 from dsv4_tierd.tiering.store.identity import StoreIdentity
+from dsv4_tierd.tiering.store.open import open_store as open_spec
 from dsv4_tierd.tiering.store.protocol import PrefixStore
-from dsv4_tierd.tiering.store.vault import DiskConfig
 
 LAYOUT_VERSION = 1
 
@@ -114,13 +113,13 @@ def cache_folder() -> Path:
 
 
 def open_store(config: EngineConfig, identity: StoreIdentity) -> PrefixStore | None:
-    """The prefix store that ``--store`` names. Raises InvalidRequest, StoreUnavailable."""
-    if config.store == "none" or config.tiering == "off":
+    """The prefix store that ``--store`` names; None if tiering is off.
+
+    Raises InvalidRequest, UnsupportedCombination, StoreUnavailable.
+    """
+    if config.tiering == "off":
         return None
-    kind, _, rest = config.store.partition(":")
-    if kind != "disk" or not rest:
-        raise InvalidRequest(f"--store {config.store!r}: none or disk:PATH", param="store")
-    return DiskStore(DiskConfig(Path(rest), config.store_bytes_max), identity)
+    return open_spec(config.store, identity, config.store_bytes_max)
 
 
 def build_engine(

@@ -12,7 +12,7 @@ GIB = 1 << 30
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The engine's part of the configuration. Sizes are bytes; lengths are tokens.
 
-    ``store`` is ``none`` or ``disk:PATH``. ``hot_rows`` None: as many as the device budget
+    ``store``: see ``tiering.store.open``. ``hot_rows`` None: as many as the device budget
     allows. ``chunk_tokens`` never depends on a budget, so that answers do not either.
     """
 

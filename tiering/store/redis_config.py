@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from dsv4_tierd.tiering.errors import InvalidRequest
 
@@ -113,7 +113,8 @@ def parse(config: RedisConfig) -> tuple[RedisConfig, Target]:
     _, _, mode = parts.scheme.partition("+")
     if mode:
         return config, _several(mode, parts, rest)
-    plain = urlunsplit((parts.scheme, parts.netloc, parts.path, urlencode(rest), ""))
+    # Not urlunsplit, which leaves out the slashes of unix:///path.
+    plain = f"{parts.scheme}://{parts.netloc}{parts.path}?{urlencode(rest)}".rstrip("?")
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     target = _settings(plain)
     db = target.pop("db", 0)

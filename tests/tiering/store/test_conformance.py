@@ -32,12 +32,14 @@ from store_cases import (
     resume,
     tail,
 )
+from tiered_cases import open_settled
 
 OPENERS: dict[str, Callable[[Path], PrefixStore]] = {
     "naive": lambda folder: NaiveStore(IDENTITY.digest),
     "disk": open_disk,
     "disk_without_holes": lambda folder: open_disk(folder, files=FaultyFiles(holes=False)),
     "redis": lambda folder: open_redis(redis_servers.emptied().url),
+    "tiered": open_settled,
 }
 
 
@@ -199,7 +201,7 @@ def test_a_closed_store_says_so(store: PrefixStore) -> None:
     assert not store.usage().up
 
 
-@pytest.mark.parametrize("kind", ["disk", "disk_without_holes", "redis"])
+@pytest.mark.parametrize("kind", ["disk", "disk_without_holes", "redis", "tiered"])
 def test_many_threads_at_once(kind: str, tmp_path: Path) -> None:
     """Writers, readers and a deleter share a store: nothing is lost, nothing read is wrong."""
     store = OPENERS[kind](tmp_path / "store")
