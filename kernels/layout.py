@@ -64,7 +64,8 @@ class RowFormat:
         nope = self.dim - self.rope_dim
         if self.kind is RowKind.FP8 and (nope % FP8_GROUP or nope // FP8_GROUP > 8):
             raise ValueError(
-                f"fp8 rows need the unrotated part to be at most 8 groups of {FP8_GROUP} values, got {nope}"
+                f"fp8 rows need an unrotated part of at most 8 groups of {FP8_GROUP} values, "
+                f"got {nope}"
             )
 
     @property
@@ -277,7 +278,7 @@ def _end(sections: Sequence[Section]) -> int:
 
 
 def row_pool(fmt: RowFormat, row_count: int, rows_per_page: int, device: torch.device) -> Rows:
-    """A new pool of at least ``row_count`` rows, in pages of ``rows_per_page`` like a C4 section."""
+    """A new pool of at least ``row_count`` rows, laid out in pages like a C4 section."""
     page_count = -(-row_count // rows_per_page)
     section = Section(fmt, rows_per_page, 0)
     return section.view(torch.zeros(page_count, section.bytes, dtype=torch.uint8, device=device))

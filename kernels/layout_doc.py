@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from dsv4_tierd.kernels.layout import PAGE_TOKENS, PageLayout, RowFormat, RowKind
 from dsv4_tierd.kernels.tail_layout import TailLayout
 
@@ -53,12 +55,12 @@ def v4_layouts(c4: int, c128: int, window_only: int) -> tuple[PageLayout, TailLa
     return pages, TailLayout(latent, key, 128, c4 + c128 + window_only, c4, c128)
 
 
-def main() -> None:
-    """Print the page."""
-    print(_HEAD)
-    print(layout_table("DeepSeek-V4-Flash, FP8 rows", *v4_layouts(21, 20, 2)))
-    print(layout_table("DeepSeek-V4-Pro, FP8 rows", *v4_layouts(30, 31, 0)))
+def layout_page() -> str:
+    """The whole of docs/LAYOUT.md."""
+    flash = layout_table("DeepSeek-V4-Flash, FP8 rows", *v4_layouts(21, 20, 2))
+    pro = layout_table("DeepSeek-V4-Pro, FP8 rows", *v4_layouts(30, 31, 0))
+    return f"{_HEAD}\n{flash}\n{pro}"
 
 
 if __name__ == "__main__":
-    main()
+    sys.stdout.write(layout_page())
