@@ -6,25 +6,36 @@ them, so sessions that share a prefix share its scan. A score's bits depend on i
 key alone: not on the tile, the group or the neighbours.
 """
 
-# Kernel arguments are what Triton makes of them: they carry no Python types.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4_tierd.kernels import nvrtc
+from dsv4_tierd.kernels.index_scores_triton import (
+    encode_queries_kernel,
+    scan_queries_kernel,
+    scan_sessions_kernel,
+)
 from dsv4_tierd.kernels.layout import FP8_AMAX_FLOOR, FP8_MAX, RowKind, Rows
 from dsv4_tierd.kernels.ref import index_scores as ref
+from dsv4_tierd.kernels.scan_plan import GROUP_KEYS, ScanPlan, fill_plan, new_plan
 from dsv4_tierd.kernels.topk import topk
-from dsv4_tierd.kernels.triton_rows import row_arguments, runs_kernels, tl, triton
+from dsv4_tierd.kernels.triton_rows import row_arguments, runs_kernels, triton
 
-_GROUP_KEYS = 256  # of a plan's unit of work, as in csrc/index_scan.cu
+__all__ = [
+    "Queries",
+    "ScanPlan",
+    "encode_queries",
+    "fill_plan",
+    "index_scores",
+    "index_scores_decode",
+    "new_plan",
+    "scores_topk",
+]
+
 _SEGMENTS_MAX = 1024
 _PREFILL_KEYS = 256
 _QUERY_BLOCK = 64
@@ -39,77 +50,6 @@ class Queries:
 
     codes: Tensor
     gates: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class ScanPlan:
-    """Who reads which pages, on the device, in fixed buffers for B sessions.
-
-    segments: [2B, 4] int32 (first page column, end column, first member, end member), unused
-    rows empty; tile_ends: [2B] int32, key tiles up to and including each segment; members:
-    [B * depth] int32 batch rows, a segment's in order.
-    """
-
-    segments: Tensor
-    tile_ends: Tensor
-    members: Tensor
-
-
-def new_plan(batch: int, columns: int, device: torch.device) -> ScanPlan:
-    """Buffers that a plan for ``batch`` sessions of up to ``columns`` pages always fits."""
-    most = 2 * batch
-    depth = min(batch, columns) + 1
-    return ScanPlan(
-        torch.zeros(most, 4, dtype=torch.int32, device=device),
-        torch.zeros(most, dtype=torch.int32, device=device),
-        torch.zeros(batch * depth, dtype=torch.int32, device=device),
-    )
-
-
-def fill_plan(plan: ScanPlan, page_table: NDArray[np.int32], rows_per_page: int) -> None:
-    """Write the plan of a host page table [B, Pmax] int (-1 padded) into ``plan``.
-
-    A segment is a run of columns in which the same sessions name the same pages: the paths of
-    the sessions' prefix tree. Cost: O(B * Pmax) on the host and three small copies; needed only
-    when the table changes.
-    """
-    found = _segments(page_table)
-    segments = np.zeros(plan.segments.shape, np.int32)
-    members: list[int] = []
-    for i, (first, end, rows) in enumerate(found):
-        segments[i] = (first, end, len(members), len(members) + len(rows))
-        members += rows
-    pages = (segments[:, 1] - segments[:, 0]).astype(np.int64)
-    ends = np.cumsum(-(-pages * rows_per_page // _GROUP_KEYS)).astype(np.int32)
-    plan.segments.copy_(torch.from_numpy(segments), non_blocking=True)
-    plan.tile_ends.copy_(torch.from_numpy(ends), non_blocking=True)
-    if members:
-        plan.members[: len(members)].copy_(
-            torch.tensor(members, dtype=torch.int32), non_blocking=True
-        )
-
-
-def _segments(page_table: NDArray[np.int32]) -> list[tuple[int, int, list[int]]]:
-    """(first column, end column, batch rows) of every run of columns shared by the same rows."""
-    columns = page_table.shape[1]
-    open_groups = [(0, list(range(page_table.shape[0])))]
-    found = []
-    while open_groups:
-        column, group = open_groups.pop()
-        if column == columns:
-            continue
-        heads: dict[int, list[int]] = {}
-        for row in group:
-            heads.setdefault(int(page_table[row, column]), []).append(row)
-        for page, rows in heads.items():
-            if page < 0:
-                continue
-            path = page_table[rows, column:]
-            same = (path == path[0]).all(0) & (path[0] >= 0)
-            end = columns if same.all() else column + int(np.argmin(same))
-            found.append((column, end, rows))
-            open_groups.append((end, rows))
-    return found
 
 
 def encode_queries(q: Tensor, g: Tensor, out: Queries | None = None) -> Queries:
@@ -129,7 +69,7 @@ def encode_queries(q: Tensor, g: Tensor, out: Queries | None = None) -> Queries:
         out.gates.copy_(g * factor)
     elif tokens:
         block = min(16, heads)
-        _encode_queries[(tokens, triton.cdiv(heads, block))](
+        encode_queries_kernel[(tokens, triton.cdiv(heads, block))](
             q,
             q.stride(0),
             q.stride(1),
@@ -172,7 +112,8 @@ def index_scores(
     elif tokens and columns and _hopper(queries, keys):
         _launch_hopper(queries, keys, (page_ids, 0), visible, _QUERY_BLOCK, None, out)
     elif tokens and columns:
-        _scan_queries[(triton.cdiv(tokens, _QUERY_BLOCK), triton.cdiv(columns, _PREFILL_KEYS))](
+        grid = (-(-tokens // _QUERY_BLOCK), -(-columns // _PREFILL_KEYS))
+        scan_queries_kernel[grid](
             *_common(queries, keys, visible, out),
             page_ids,
             page_ids.shape[0],
@@ -278,11 +219,11 @@ def _launch_triton(
     out: Tensor,
 ) -> None:
     batch, pages = page_table.shape
-    tiles = -(-pages * keys.rows_per_page // _GROUP_KEYS)
+    tiles = -(-pages * keys.rows_per_page // GROUP_KEYS)
     segments, tile_ends, members = (
         (visible,) * 3 if plan is None else (plan.segments, plan.tile_ends, plan.members)
     )
-    _scan_sessions[(min(batch * tiles, 2 * _processors(out.device)),)](
+    scan_sessions_kernel[(min(batch * tiles, 2 * _processors(out.device)),)](
         *_common(queries, keys, visible, out),
         page_table,
         page_table.stride(0),
@@ -294,7 +235,7 @@ def _launch_triton(
         members,
         PLAN=plan is not None,
         SEGMENTS=triton.next_power_of_2(2 * batch),
-        **_shape(queries, keys, _GROUP_KEYS, 1),
+        **_shape(queries, keys, GROUP_KEYS, 1),
         num_warps=8,
         num_stages=3,
     )
@@ -378,212 +319,3 @@ def _shape(queries: Queries, keys: Rows, block_keys: int, together: int) -> dict
         "BLOCK_KEYS": block_keys,
         "TOGETHER": together,
     }
-
-
-@triton.jit
-def _encode_queries(
-    q_ptr,
-    q_token,
-    q_head,
-    g_ptr,
-    g_token,
-    codes_ptr,
-    gates_ptr,
-    heads,
-    BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = head < heads
-    value = tl.arange(0, DIM)[None, :]
-    source = q_ptr + token * q_token + head[:, None] * q_head + value
-    q = tl.load(source, mask=here[:, None], other=0.0).to(tl.float32)
-    factor = tl.div_rn(tl.maximum(tl.max(tl.abs(q), 1), 1e-4), 448.0)
-    bounded = tl.minimum(tl.maximum(tl.div_rn(q, factor[:, None]), -448.0), 448.0)
-    codes = bounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    tl.store(codes_ptr + (token * heads + head[:, None]) * DIM + value, codes, mask=here[:, None])
-    gate = tl.load(g_ptr + token * g_token + head, mask=here, other=0.0)
-    tl.store(gates_ptr + token * heads + head, gate * factor, mask=here)
-
-
-@triton.jit
-def _load_keys(
-    data_ptr,
-    scale_ptr,
-    data_page,
-    scale_page,
-    row_count,
-    page,
-    slot,
-    DIM: tl.constexpr,
-    PAGE_ROWS: tl.constexpr,
-):
-    """Keys [N, DIM] e4m3 and scales [N] fp32 of page ids [N]; zeros where the page is absent."""
-    there = (page >= 0) & (page < row_count // PAGE_ROWS)
-    page = tl.where(there, page, 0).to(tl.int64)
-    data = data_ptr + tl.multiple_of(page * data_page, 16)[:, None]
-    data += slot[:, None] * DIM + tl.arange(0, DIM)[None, :]
-    codes = tl.load(data, mask=there[:, None], other=0)
-    scale = (scale_ptr + tl.multiple_of(page * scale_page, 4)).to(tl.pointer_type(tl.float32))
-    scales = tl.load(scale + slot, mask=there, other=0.0)
-    return codes.to(tl.float8e4nv, bitcast=True), scales
-
-
-@triton.jit
-def _score(
-    q_ptr,
-    g_ptr,
-    keys,
-    scales,
-    rows,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
-    """Scores [BLOCK_KEYS, TOGETHER] of queries ``rows`` [TOGETHER] int64 against a tile of keys."""
-    flat = tl.arange(0, HEADS)[None, :] + rows[:, None] * HEADS
-    flat = tl.reshape(flat, (TOGETHER * HEADS,))
-    codes = tl.load(q_ptr + flat[:, None] * DIM + tl.arange(0, DIM)[None, :])
-    gates = tl.load(g_ptr + flat)
-    heads = tl.dot(keys, tl.trans(codes.to(tl.float8e4nv, bitcast=True)))
-    wanted = tl.maximum(heads, 0.0) * gates[None, :]
-    wanted = tl.sum(tl.reshape(wanted, (BLOCK_KEYS, TOGETHER, HEADS)), 2)
-    return wanted * scales[:, None]
-
-
-@triton.jit
-def _scan_queries(
-    q_ptr,
-    g_ptr,
-    data_ptr,
-    scale_ptr,
-    data_page,
-    scale_page,
-    row_count,
-    visible_ptr,
-    out_ptr,
-    out_row,
-    page_ids,
-    pages,
-    tokens,
-    QUERY_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
-    begin = tl.program_id(0) * QUERY_BLOCK
-    end = tl.minimum(tokens, begin + QUERY_BLOCK)
-    query = begin + tl.arange(0, QUERY_BLOCK)
-    most = tl.max(tl.load(visible_ptr + query, mask=query < tokens, other=0), 0)
-    first = tl.program_id(1) * BLOCK_KEYS
-    if first < most:
-        entry = first + tl.arange(0, BLOCK_KEYS)
-        column = entry // PAGE_ROWS
-        page = tl.load(page_ids + column, mask=(column < pages) & (entry < most), other=-1)
-        keys, scales = _load_keys(
-            data_ptr,
-            scale_ptr,
-            data_page,
-            scale_page,
-            row_count,
-            page,
-            entry % PAGE_ROWS,
-            DIM,
-            PAGE_ROWS,
-        )
-        lane = tl.arange(0, TOGETHER)
-        for start in range(begin, end, TOGETHER):
-            row = tl.minimum(start + lane, end - 1).to(tl.int64)
-            scores = _score(q_ptr, g_ptr, keys, scales, row, HEADS, DIM, BLOCK_KEYS, TOGETHER)
-            limit = tl.load(visible_ptr + row)
-            scores = tl.where(entry[:, None] < limit[None, :], scores, float("-inf"))
-            inside = (column < pages)[:, None] & (first < limit)[None, :]
-            tl.store(out_ptr + row[None, :] * out_row + entry[:, None], scores, mask=inside)
-
-
-@triton.jit
-def _scan_sessions(
-    q_ptr,
-    g_ptr,
-    data_ptr,
-    scale_ptr,
-    data_page,
-    scale_page,
-    row_count,
-    visible_ptr,
-    out_ptr,
-    out_row,
-    page_table,
-    table_row,
-    pages,
-    tiles,
-    batch,
-    segments_ptr,
-    tile_ends_ptr,
-    members_ptr,
-    PLAN: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
-    total = tiles * batch
-    if PLAN:
-        segment = tl.arange(0, SEGMENTS)
-        ends = tl.load(tile_ends_ptr + segment, mask=segment < 2 * batch, other=0)
-        total = tl.max(ends, 0)
-    for item in range(tl.program_id(0), total, tl.num_programs(0)):
-        if PLAN:
-            before = tl.where((ends <= item) & (segment < 2 * batch), 1, 0)
-            which = tl.sum(before, 0)
-            tile = item - tl.max(tl.where(before > 0, ends, 0), 0)
-            first_page = tl.load(segments_ptr + which * 4)
-            end_page = tl.load(segments_ptr + which * 4 + 1)
-            begin = tl.load(segments_ptr + which * 4 + 2)
-            end = tl.load(segments_ptr + which * 4 + 3)
-            leader = tl.load(members_ptr + begin)
-        else:
-            leader = item // tiles
-            tile = item % tiles
-            first_page = 0
-            end_page = pages
-            begin = leader
-            end = leader + 1
-        entry = first_page * PAGE_ROWS + tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-        first = first_page * PAGE_ROWS + tile * BLOCK_KEYS
-        column = entry // PAGE_ROWS
-        inside = column < end_page
-        # The leader's own limit does not bound the others', so a group reads whole pages.
-        wanted = inside
-        if not PLAN:
-            wanted = inside & (entry < tl.load(visible_ptr + leader))
-        table = page_table + leader.to(tl.int64) * table_row
-        page = tl.load(table + column, mask=wanted, other=-1)
-        keys, scales = _load_keys(
-            data_ptr,
-            scale_ptr,
-            data_page,
-            scale_page,
-            row_count,
-            page,
-            entry % PAGE_ROWS,
-            DIM,
-            PAGE_ROWS,
-        )
-        lane = tl.arange(0, TOGETHER)
-        for start in range(begin, end, TOGETHER):
-            member = tl.minimum(start + lane, end - 1)
-            row = member.to(tl.int64)
-            if PLAN:
-                row = tl.load(members_ptr + member).to(tl.int64)
-            scores = _score(q_ptr, g_ptr, keys, scales, row, HEADS, DIM, BLOCK_KEYS, TOGETHER)
-            limit = tl.load(visible_ptr + row)
-            scores = tl.where(entry[:, None] < limit[None, :], scores, float("-inf"))
-            kept = inside[:, None] & (first < limit)[None, :]
-            tl.store(out_ptr + row[None, :] * out_row + entry[:, None], scores, mask=kept)

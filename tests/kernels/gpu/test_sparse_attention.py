@@ -238,3 +238,17 @@ def test_a_graph_replays_on_new_inputs(rng: torch.Generator, poison: Poison) -> 
     poison(scratch.logs)
     graph.replay()
     assert_close(out, expected(given))
+
+
+def test_prefill_equals_the_twin(rng: torch.Generator) -> None:
+    """Tiles of queries over a window in token order, with chosen and with listed entries."""
+    tokens, size = 700, 128
+    given = make(tokens, 64, (1, 512), (128, 2), rng)
+    window = rows_with_nan(size - 1 + tokens, 61, torch.arange(size - 1 + tokens).to(DEVICE), rng)
+    seen = (torch.arange(tokens, device=DEVICE) + 1).clamp_max(size)
+    far = torch.where(given.extra_ids < given.extra.row_count, given.extra_ids, -1)
+    listed = ref.Listed(given.extra, far[far >= 0][:300], torch.arange(tokens, device=DEVICE) // 3)
+    for scope in (None, ref.Picked(given.extra, far), listed):
+        want = ref.sparse_attention_prefill(given.q, window, seen, scope, given.sink, SCALE, size)
+        got = op.sparse_attention_prefill(given.q, window, seen, scope, given.sink, SCALE, size)
+        assert_close(got, want)
