@@ -102,16 +102,18 @@ async def _serve(
             service.metrics.registry.register(ServiceCollector(service))
             writing = group.create_task(journal.run(), name="journal")
             supervising = group.create_task(worker.run(), name="worker")
-            sweeping = group.create_task(verbs.sweep(service), name="sweep")
+            helpers = [group.create_task(verbs.sweep(service), name="sweep")]
             async with _listening(config, service) as port:
                 if signals:
                     _stop_on_signals(service)
                 if on_listening is not None:
-                    group.create_task(on_listening(service, port), name="announce")
+                    announcing = on_listening(service, port)
+                    helpers.append(group.create_task(announcing, name="announce"))
                 await service.stop_asked.wait()
                 log.info("draining deadline_s=%.1f", config.drain_s)
                 await verbs.drain(service, config.drain_s)
-            sweeping.cancel()
+            for helper in helpers:  # one may wait for an engine that never came up
+                helper.cancel()
             await worker.stop()
             await supervising
             await service.all_ended()  # their ends are journalled before the journal closes
