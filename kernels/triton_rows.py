@@ -28,8 +28,8 @@ else:
     except ImportError:
         from types import SimpleNamespace
 
-        def _absent(function):
-            return function
+        def _absent(function=None, **_):
+            return function or _absent
 
         triton = SimpleNamespace(jit=_absent, cdiv=lambda a, b: -(-a // b))
         tl = SimpleNamespace(constexpr=lambda value: value)

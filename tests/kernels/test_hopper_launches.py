@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -104,3 +106,25 @@ def test_index_scan(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None
     index_scores.index_scores_decode(queries, None, keys, table, visible, plan=plan)
     index_scores.index_scores(queries, None, keys, table[0], visible)
     assert [kernel for kernel, _ in launches] == ["index_scan"] * 3
+
+
+def test_ops_import_and_run_their_twins_without_triton() -> None:
+    """A machine without a GPU needs no GPU package: the modules load and the twins run."""
+    script = """
+import sys
+sys.modules["triton"] = None
+import torch
+from dsv4_tierd.kernels import compress, index_scores, row_store, sparse_attention
+from dsv4_tierd.kernels.layout import row_pool
+rows = row_pool(sparse_attention.ROW, 4, 4, torch.device("cpu"))
+ids = torch.arange(2, dtype=torch.int32)
+row_store.row_store(torch.randn(2, 512), torch.ones(512), 1e-6, ids, torch.ones(32), rows, ids)
+out = sparse_attention.sparse_attention(
+    torch.randn(2, 2, 512), rows, ids.expand(2, 2), None, None, torch.zeros(2), 0.04
+)
+assert out.isfinite().all() and out.any()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
