@@ -168,11 +168,13 @@ class Lives(RuleBasedStateMachine):
             return
         self._append(actor, count, pick)
         if self._begin(actor) and actor.seq is not None:
-            seq, stop = actor.seq, len(actor.transcript) - decoded
+            # As in the engine, the last token is left for the next turn.
+            seq, last = actor.seq, len(actor.transcript) - 1
+            stop = last - decoded
             if seq.position < stop:
                 self.puppet.prefill(seq, stop)
             if seq.position >= seq.emit_from:
-                for _ in range(len(actor.transcript) - seq.position):
+                for _ in range(last - seq.position):
                     self.puppet.decode(seq)
             self._verify()  # reads every row, as steps would
             if keep:

@@ -24,9 +24,15 @@ Draw = random.Random
 
 def create(machine: Lives, draw: Draw) -> None:
     """One more session, if there may be."""
-    if len(machine.actors) < 6:
+    if len(machine.actors) < 4:
         length = draw.choice([255, 256, 257, 512, 1024, draw.randint(1, 1500)])
         machine.create(stem=draw.randint(0, 1), length=length, tenant=draw.choice(["", "", "b"]))
+
+
+def open_one(machine: Lives, draw: Draw, pick: int) -> None:
+    """A sequence that is left opening, if there may be one more."""
+    if sum(actor.seq is not None for actor in machine.actors) < 2:
+        machine.open(pick=pick, more=draw.randint(0, 300))
 
 
 def fork(machine: Lives, draw: Draw, pick: int) -> None:
@@ -40,11 +46,16 @@ TROUBLE = ["down", "up", "up", "broken", "wait 1", "wait 6", "wait 11"]
 ACTIONS: list[tuple[int, Callable[[Lives, Draw, int], object]]] = [
     (6, lambda m, d, pick: m.first_turn(pick=pick)),
     (6, lambda m, d, pick: m.short_turn(pick=pick, count=d.randint(1, 20), decoded=9)),
-    (6, lambda m, d, pick: m.long_turn(pick=pick, count=d.randint(100, 700), decoded=30)),
+    (
+        6,
+        lambda m, d, pick: m.long_turn(
+            pick=pick, count=d.randint(100, 700), decoded=d.choice([30, 400])
+        ),
+    ),
     (3, lambda m, d, pick: m.turn_without_end(pick=pick, count=d.randint(0, 300), decoded=9)),
     (3, lambda m, d, pick: m.decode(pick=pick, count=d.choice([1, 5, 140, 600]))),
     (3, lambda m, d, pick: m.prefill(pick=pick, count=d.randint(1, 600), commit=d.random() < 0.7)),
-    (2, lambda m, d, pick: m.open(pick=pick, more=d.randint(0, 300))),
+    (2, open_one),
     (2, lambda m, d, pick: m.ready(pick=pick)),
     (4, lambda m, d, pick: m.close(pick=pick, keep=d.random() < 0.8)),
     (3, lambda m, d, pick: create(m, d)),
