@@ -28,7 +28,7 @@ else:
     except ImportError:
         from types import SimpleNamespace
 
-        def _absent(function=None, **_):
+        def _absent(function: Any = None, **_: Any) -> Any:
             return function or _absent
 
         triton = SimpleNamespace(jit=_absent, cdiv=lambda a, b: -(-a // b))
