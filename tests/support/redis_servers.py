@@ -171,12 +171,17 @@ class Cluster:
 _shared: dict[str, Server] = {}
 
 
-def emptied(binary: str = "valkey") -> Server:
-    """This process's server of a kind, emptied; ended with the process."""
+def current(binary: str = "valkey") -> Server:
+    """This process's server of a kind; ended with the process."""
     if binary not in _shared:
         _shared[binary] = Server(binary)
         atexit.register(_shared[binary].close)
-    server = _shared[binary]
+    return _shared[binary]
+
+
+def emptied(binary: str = "valkey") -> Server:
+    """The same, holding nothing."""
+    server = current(binary)
     with server.client as client:
         client.flushall()
     return server

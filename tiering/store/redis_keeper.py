@@ -32,7 +32,7 @@ class Keeper:
         self._shelf, self._identity = shelf, identity
         self._link = shelf.link
         self._thread = threading.Thread(target=self._run, name="store-redis", daemon=True)
-        self._stopping = False
+        self._stopping = self._named_others = False
         self._used: set[Held] = set()
         self._using = threading.Lock()
         self._look_at = self._tell_at = 0.0
@@ -41,10 +41,10 @@ class Keeper:
         """Connect once in the caller's time, then go on in the background."""
         try:
             self._restore()
-            if self._identity is not None:
-                log_other_identities(self._link, self._identity)
         except StoreUnavailable as error:
-            log.warning("store: %s; trying again in the background", error)
+            where = self._link.target.shown
+            log.warning("store: redis at %s: %s; trying again in the background", where, error)
+            self._link.stays_down(str(error))
         self._thread.start()
 
     def stop(self) -> None:
@@ -75,6 +75,8 @@ class Keeper:
             except StoreUnavailable as error:
                 if self._link.up:
                     self._link.trip(str(error))
+                else:
+                    self._link.stays_down(str(error))
             except Exception:  # the thread outlives what nobody foresaw
                 log.exception("store: following redis at %s failed", self._link.target.shown)
                 self._link.trip("an unforeseen error")
@@ -87,6 +89,9 @@ class Keeper:
         anew = self._shelf.load(self._identity)
         self._link.restored()
         self._shelf.sweep()
+        if self._identity is not None and not self._named_others:
+            log_other_identities(self._link, self._identity)
+            self._named_others = True
         if anew:
             log.info("store: %d objects in the catalogue", self._shelf.mirror.count)
 

@@ -77,6 +77,12 @@ class Link:
                 # Not SSLSocket's own, which would take the session from under a read.
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
+    def stays_down(self, reason: str) -> None:
+        """Why reconnecting failed, for whoever asks."""
+        with self._lock:
+            if self.down_reason is not None and not self._closed:
+                self.down_reason = reason
+
     def restored(self) -> None:
         """Calls are made again."""
         with self._lock:
@@ -109,9 +115,9 @@ class Link:
         except StoreUnavailable:
             raise
         except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
-            raise StoreUnavailable(f"redis at {self.target.shown}: {error}") from error
+            raise StoreUnavailable(str(error)) from error
         except ReplyError as error:
-            raise StoreUnavailable(f"redis at {self.target.shown} says {error}") from error
+            raise StoreUnavailable(f"it says {error}") from error
 
     def _greet(self, pool: Any) -> None:
         """Refuse what is too old; find out that a single server is part of a cluster."""

@@ -1,0 +1,37 @@
+"""The bench of the Redis store runs, in small, and its figures are of what was asked."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import redis_servers
+
+BENCH = Path(__file__).parents[3] / "bench" / "bench_store_redis.py"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module, with a short chain."""
+    spec = importlib.util.spec_from_file_location("bench_store_redis", BENCH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(__import__("sys").modules, "bench_store_redis", module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "CHAIN_PAGES", 50)
+    return module
+
+
+def test_the_bench_runs(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row has figures, and the server is left as it was found."""
+    server = redis_servers.emptied()
+    rows = bench.run(server.url, mib=4, page_kib=256, rounds=1)
+    assert set(rows) == {"raw redis-py", "redis store", "raw disk", "disk store"}
+    assert all(figure.mib_s > 0 for figures in rows.values() for figure in figures)
+    assert "50 pages" in capsys.readouterr().out
+    with server.client as client:
+        assert client.keys("tierd:1:x:*") == []
+        assert client.keys("raw:*") == []

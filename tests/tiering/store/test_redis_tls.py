@@ -1,0 +1,62 @@
+"""rediss://: the same store over TLS, and certificates that are not trusted are not accepted."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import redis_servers
+from dsv4_tierd.tiering.errors import StoreUnavailable
+from redis_cases import DEADLINE_S, eventually, open_redis
+from store_cases import chain, page, present, read
+from tls_front import TlsFront, certificate
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not here"
+)
+
+
+@pytest.fixture
+def front(tmp_path: Path) -> Iterator[tuple[TlsFront, Path]]:
+    """TLS before an empty server, and the certificate to trust."""
+    key, cert = certificate(tmp_path)
+    front = TlsFront(redis_servers.emptied().port, key, cert)
+    yield front, cert
+    front.close()
+
+
+def test_it_works_over_tls(front: tuple[TlsFront, Path]) -> None:
+    """Objects small and large, notifications, and a server that hangs and comes back."""
+    tls, cert = front
+    url = f"rediss://127.0.0.1:{tls.port}/0?ssl_ca_certs={cert}"
+    store, other = open_redis(url), open_redis(redis_servers.current().url)
+    items = [*chain("a", 20), page("big", size=3_000_000)]
+    store.put(items)
+    assert [read(store, item) for item in items] == [item.payload for item in items]
+    assert eventually(lambda: all(present(other, items))) < 1
+    other.delete([items[10].key])
+    eventually(lambda: sum(present(store, items)) == 11)
+    server = redis_servers.current()
+    server.pause()
+    begun = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        read(store, items[0])
+    assert time.monotonic() - begun < 2 * DEADLINE_S
+    server.go_on()
+    eventually(lambda: store.usage().up)
+    assert read(store, items[0]) == items[0].payload
+    for each in (store, other):
+        each.close()
+
+
+def test_an_unknown_certificate_is_refused(front: tuple[TlsFront, Path]) -> None:
+    """Without the authority that signed it there is no connection, and the reason is said."""
+    tls, _ = front
+    store = open_redis(f"rediss://127.0.0.1:{tls.port}/0")
+    with pytest.raises(StoreUnavailable, match="certificate"):
+        store.put([page("a")])
+    store.close()
