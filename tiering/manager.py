@@ -113,7 +113,7 @@ class TierManager:
         """What a request with these tokens would reuse. Changes nothing that matters."""
         path = self.match(transcript, tenant, max(len(transcript) - 1, 0))
         start = self._choose(path)
-        return start, _by_tier(path, 0)
+        return start, _by_tier(path, None, 0)
 
     def _choose(self, path: list[Node]) -> Start:
         # A point further back than this could not beat a bounded replay.
@@ -191,7 +191,7 @@ class TierManager:
             tenant=tenant,
             root=root,
             start=start,
-            reused=_by_tier(path, start.reused - len(path) * BLOCK_TOKENS),
+            reused=_by_tier(path, tail, start.reused - len(path) * BLOCK_TOKENS),
             emit_from=start.reused,
             position=start.begin,
             window_start=start.begin if start.triangle else 0,
@@ -321,7 +321,7 @@ class TierManager:
             self.coordinator.counters.loads_failed += 1
             log.warning("stored tail is not used, recomputing: %s", error)
             return None
-        return self.idle.add(Tail(position=position, slot=None, packed=packed))
+        return self.idle.add(Tail(position=position, slot=None, packed=packed, from_store=True))
 
     # ------------------------------------------------------------ running
     def extend(self, seq: Sequence, upto: int) -> None:
@@ -470,8 +470,12 @@ class StaleStart(Exception):
     """What a sequence was going to start from is gone; open it again."""
 
 
-def _by_tier(path: list[Node], tail_tokens: int) -> Reused:
+def _by_tier(path: list[Node], tail: Tail | None, tail_tokens: int) -> Reused:
     device = sum(node.device != NO_PAGE for node in path) * BLOCK_TOKENS
     host = sum(node.device == NO_PAGE and node.mirror != NO_PAGE for node in path) * BLOCK_TOKENS
     store = len(path) * BLOCK_TOKENS - device - host
-    return Reused(device + tail_tokens, host, store)
+    if tail is None or tail.slot is not None:
+        return Reused(device + tail_tokens, host, store)
+    if tail.from_store:
+        return Reused(device, host, store + tail_tokens)
+    return Reused(device, host + tail_tokens, store)

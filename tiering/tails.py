@@ -28,6 +28,7 @@ class Tail:
     """An idle tail after ``position`` tokens. Exactly one of ``slot`` and ``packed`` is set.
 
     ``mirror`` and ``device``: the unfinished page's, NO_PAGE if it has no entry yet or when packed.
+    ``from_store``: it was just read from there.
     """
 
     position: int
@@ -37,6 +38,7 @@ class Tail:
     packed: bytes | None = None
     refs: int = 1
     stamp: int = 0
+    from_store: bool = False
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
