@@ -286,7 +286,7 @@ class TieredStore:
                     raise PreconditionFailed("a page before these is gone from the remote tier")
             except (StoreUnavailable, TransferFailed) as error:
                 raise PreconditionFailed(f"a page before these cannot be had: {error}") from error
-            self._local.put([StoredObject(key, facts.parent, payload)])
+            self._local.put([StoredObject(key, facts.parent, memoryview(payload))])
 
     # ------------------------------------------------------------ removing
     def delete(self, keys: Iterable[ObjectKey]) -> int:

@@ -183,10 +183,10 @@ class Outbox:
         names = list(dict.fromkeys([*before, *(item.key for item in batch)]))
         there = self._remote.has(names)
         for key in [key for key, known in zip(names, there, strict=True) if not known]:
-            item = self._read(key)
-            if item is not None:
+            lacking = self._read(key)
+            if lacking is not None:
                 try:
-                    self._remote.put([item], wanted)
+                    self._remote.put([lacking], wanted)
                 except PreconditionFailed:
                     log.debug("store: %s has no page before it any more", key)
 
@@ -223,7 +223,7 @@ class Outbox:
         except TierError as error:
             log.warning("store: %s is not sent to the remote tier: %s", key.kind.name, error)
             return None
-        return StoredObject(key, facts.parent, payload)
+        return StoredObject(key, facts.parent, memoryview(payload))
 
 
 class CopyUp:

@@ -18,6 +18,8 @@ from dsv4_tierd.tiering.store.protocol import (
     PrefixStore,
     StoredObject,
 )
+from fake_l2 import open_first_wins, open_last_wins
+from lmcache_cases import open_fs_native, open_plugin
 from naive_store import NaiveStore
 from redis_cases import open_redis
 from store_cases import (
@@ -40,6 +42,10 @@ OPENERS: dict[str, Callable[[Path], PrefixStore]] = {
     "disk_without_holes": lambda folder: open_disk(folder, files=FaultyFiles(holes=False)),
     "redis": lambda folder: open_redis(redis_servers.emptied().url),
     "tiered": open_settled,
+    "lmcache_first_wins": open_first_wins,
+    "lmcache_last_wins": open_last_wins,
+    "lmcache_fs_native": open_fs_native,
+    "lmcache_plugin": open_plugin,
 }
 
 
@@ -201,7 +207,9 @@ def test_a_closed_store_says_so(store: PrefixStore) -> None:
     assert not store.usage().up
 
 
-@pytest.mark.parametrize("kind", ["disk", "disk_without_holes", "redis", "tiered"])
+@pytest.mark.parametrize(
+    "kind", ["disk", "disk_without_holes", "redis", "tiered", "lmcache_first_wins"]
+)
 def test_many_threads_at_once(kind: str, tmp_path: Path) -> None:
     """Writers, readers and a deleter share a store: nothing is lost, nothing read is wrong."""
     store = OPENERS[kind](tmp_path / "store")
