@@ -7,22 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hf_reference
 import pytest
 import torch
-from small_models import Model
 from torch import Tensor
 
+import hf_reference
 from dsv4_tierd.engine.model.checkpoint import Preset, make_checkpoint
 from dsv4_tierd.engine.model.transformer import Transformer
-
+from small_models import Model
 
 Models = Callable[..., Model]
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """models(layers, window, seed, **other sizes): the same arguments give the same model."""
+    """Call with layers, window, seed, other sizes: the same arguments give the same model."""
     made: dict[tuple[Preset, int], Model] = {}
 
     def get(layers: str = "SCH", window: int = 16, seed: int = 1, **sizes: object) -> Model:
@@ -37,7 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="session")
 def hf_logits() -> Callable[[Model, list[int]], Tensor]:
-    """hf_logits(model, tokens): [T, vocab] fp32 from transformers, one shot, remembered."""
+    """Call with model, tokens: [T, vocab] fp32 from transformers, one shot, remembered."""
     loaded: dict[Path, Any] = {}
     known: dict[tuple[Path, tuple[int, ...]], Tensor] = {}
 

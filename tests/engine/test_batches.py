@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
 from engine_probe import Probe, make_hostile
 from small_models import Model, text
-from torch import Tensor
 
 LENGTHS = (300, 3, 129, 517)
 ANSWER_TOKENS = 12
 
 
-def run_together(model: Model, which: list[int], max_batch: int, seed: int) -> list[dict[int, Tensor]]:
+def run_together(
+    model: Model, which: list[int], max_batch: int, seed: int
+) -> list[dict[int, Tensor]]:
     """Decode logits by position of each of these sessions, all running at once."""
     world = model.world(max_batch=max_batch, hot_rows=2 * max_batch * 16)
     make_hostile(world, seed)
     probe = Probe(world)
-    names = [
-        world.submit(world.open(), text(90 + i, LENGTHS[i]), ANSWER_TOKENS) for i in which
-    ]
+    names = [world.submit(world.open(), text(90 + i, LENGTHS[i]), ANSWER_TOKENS) for i in which]
     world.run()
     assert all(len(probe.decoded[name]) == ANSWER_TOKENS - 1 for name in names)
     return [probe.decoded[name] for name in names]
@@ -30,8 +31,7 @@ def assert_same_bits(ours: dict[int, Tensor], theirs: dict[int, Tensor]) -> None
     assert all(torch.equal(ours[position], theirs[position]) for position in ours)
 
 
-@pytest.mark.parametrize("max_batch", [4, 5])
-@pytest.mark.parametrize("layers", ["SHCHCS", "CSHCSH"])
+@pytest.mark.parametrize(("layers", "max_batch"), [("SHCHCS", 5), ("CSHCSH", 4)])
 def test_company_never_shows(models, layers, max_batch) -> None:
     """1, 2 and 4 sessions at once, in any order: each decode step's logits have the same bits."""
     model = models(layers, 16)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_probe import Probe, largest_difference, make_hostile
-from small_models import Model, text
 from torch import Tensor
 
 from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
 from dsv4_tierd.tiering.replay import Start, replay_tokens
 from dsv4_tierd.tiering.sequence import Sequence
+from engine_probe import Probe, largest_difference, make_hostile
+from small_models import Model, text
 
 EXACT, WRONG = 1e-4, 1e-3
 ORDERS = ("SCH", "HCS", "CSHCSH", "SHCHCS")
@@ -93,7 +93,7 @@ class Replay:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("layers", ORDERS)
 def test_planned_replay_is_exact(models, layers, window) -> None:
-    """Where no resume point is left, R tokens run again and every row of the window is the cold one."""
+    """Where no resume point is left, R tokens run again; every row of the window is exact."""
     model = models(layers, window)
     replay = Replay(model)
     name = replay.run()

@@ -6,8 +6,8 @@ import random
 from functools import cache
 
 import pytest
-from byte_tokenizer import byte_tokenizer as tokenizer
 
+from byte_tokenizer import byte_tokenizer as tokenizer
 from dsv4_tierd.engine.detokenize import TextStream
 
 ALPHABETS = (
@@ -79,7 +79,7 @@ def test_an_unfinished_character_ends_as_replacement(cut: int) -> None:
 
 
 def test_bytes_that_are_no_text() -> None:
-    """Random tokens and random bytes, as a random model draws them, give what decoding them gives."""
+    """Random tokens and bytes, as a random model draws them, give what decoding them gives."""
     draw = random.Random(1)
     for ids in (
         [draw.randrange(128_000) for _ in range(2000)],
@@ -117,10 +117,10 @@ def test_stop_strings_across_tokens(seed: int) -> None:
 def test_what_might_be_a_stop_string_is_held() -> None:
     """An end that could still become a stop string waits; as soon as it cannot, it is sent."""
     text = TextStream(tokenizer(), ("END.", "Ü"))
-    pushed = [text.push(token) for token in byte_ids("aENENDEND!".encode())]
+    pushed = [text.push(token) for token in byte_ids(b"aENENDEND!")]
     assert pushed == ["a", "", "", "EN", "", "", "END", "", "", "END!"]
     assert text.stopped_by is None
-    assert [text.push(token) for token in byte_ids("xEND".encode())] == ["x", "", "", ""]
+    assert [text.push(token) for token in byte_ids(b"xEND")] == ["x", "", "", ""]
     assert text.finish() == "END"
 
 

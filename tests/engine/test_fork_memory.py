@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from small_models import text
 
 from dsv4_tierd.tiering.blocks import Transcript
+from small_models import text
 
 
 def test_forks_do_not_inflate_the_words() -> None:
@@ -28,4 +28,3 @@ def test_full_budget_keeps_new_points(models) -> None:
     newest, oldest = texts[-1], texts[0]
     assert world.generate(world.open(), newest, 1).usage.replayed_tokens == 0
     assert world.generate(world.open(), oldest, 1).usage.replayed_tokens == 256
-

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from byte_tokenizer import byte_tokenizer
+from dsv4_tierd.engine import messages as m
 from engine_probe import Probe, make_hostile
 from small_models import text
 from world import Answer, World, ids_bytes
-
-from dsv4_tierd.engine import messages as m
 
 PROMPT = text(600, 300)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_probe import Probe, make_hostile
-from naive_model import NaiveModel, fp8_key, fp8_row, round_bf16
-from small_models import Model, text
 from torch import Tensor
 
 from dsv4_tierd.engine.model.dense import forward_dense
 from dsv4_tierd.kernels.layout import RowKind
+from engine_probe import Probe, make_hostile
+from naive_model import NaiveModel, fp8_key, fp8_row, round_bf16
+from small_models import Model, text
 
 TOKENS, PROMPT_TOKENS = 560, 540
 KINDS = {"fp8": (RowKind.FP8, RowKind.KEY_FP8), "bf16": (RowKind.BF16, RowKind.BF16)}

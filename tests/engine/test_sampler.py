@@ -56,16 +56,17 @@ def test_temperature(temperature: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("top_k", "kept"), [(1, [3]), (2, [3, 7]), (3, [1, 3, 7]), (8, list(range(8))), (99, list(range(8)))]
+    ("top_k", "kept"), [(1, [3]), (2, [3, 7]), (3, [1, 3, 7]), (8, [*range(8)]), (99, [*range(8)])]
 )
 def test_top_k(top_k: int, kept: list[int]) -> None:
-    """Only the k most probable tokens are drawn, in their own proportions; ties keep the lowest id."""
+    """Only the k most probable tokens are drawn, in proportion; ties keep the lowest id."""
     tokens = drawn(DRAWS, top_k=top_k)
     assert chi_square(tokens, only(softmax(LOGITS), kept)) < CHI_SQUARE_MAX
 
 
 @pytest.mark.parametrize(
-    ("top_p", "kept"), [(1e-9, [3]), (0.3, [3]), (0.4, [3, 7]), (0.7, [1, 3, 7]), (0.95, [0, 1, 3, 5, 7])]
+    ("top_p", "kept"),
+    [(1e-9, [3]), (0.3, [3]), (0.4, [3, 7]), (0.7, [1, 3, 7]), (0.95, [0, 1, 3, 5, 7])],
 )
 def test_top_p(top_p: float, kept: list[int]) -> None:
     """The smallest set of most probable tokens that holds top_p is drawn from; never none."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from engine_probe import Probe, make_hostile
-from small_models import text
 
 from dsv4_tierd.engine import messages as m
 from dsv4_tierd.engine.request import State
 from dsv4_tierd.tiering.errors import HostPoolExhausted, QueueFull
+from engine_probe import Probe, make_hostile
+from small_models import text
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_probe import Probe, make_hostile
-from small_models import Model, text
 from torch import Tensor
-from world import World
 
 from dsv4_tierd.engine import messages as m
 from dsv4_tierd.engine.loop import _Pace
+from engine_probe import Probe, make_hostile
+from small_models import Model, text
+from world import World
 
 LAYERS, BATCH, CHUNK = "SHCHCS", 2, 128
 FIRST, SECOND, OTHER = text(700, 270), text(701, 300), text(702, 150)

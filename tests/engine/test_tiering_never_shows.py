@@ -13,22 +13,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_probe import (
-    Probe,
-    largest_difference,
-    miss_every_row,
-    record_choices,
-    make_hostile,
-)
-from small_models import Model, text
 from torch import Tensor
-from world import World, ids_bytes
 
 from dsv4_tierd.engine import messages as m
 from dsv4_tierd.engine.build import Layouts, row_kind, store_identity
 from dsv4_tierd.tiering.hot_set import HotSet
 from dsv4_tierd.tiering.store.disk import DiskStore
 from dsv4_tierd.tiering.store.vault import DiskConfig
+from engine_probe import (
+    Probe,
+    largest_difference,
+    make_hostile,
+    miss_every_row,
+    record_choices,
+)
+from small_models import Model, text
+from world import World, ids_bytes
 
 TOLERANCE = 1e-3
 BATCH, TOPK = 4, 16
@@ -135,7 +135,7 @@ def test_same_rows_are_chosen(model) -> None:
 
 
 @pytest.mark.parametrize("tiering", ["resident", "minimal"])
-def test_what_becomes_of_a_session(model, plain, warm, tiering) -> None:
+def test_what_becomes_of_a_session(model, warm, tiering) -> None:
     """Forked, suspended to the host, resumed: the second turn has the bits it would have had."""
     settings = {"tiering": "resident"} if tiering == "resident" else MINIMAL
     watched = Watched(model, 4, **settings)
@@ -196,7 +196,7 @@ def test_replayed(model, plain) -> None:
 
 
 def test_device_pages_come_back(model, warm) -> None:
-    """With room for few device pages, a session that others pushed out is restored from the host."""
+    """A session that has lost every device page is restored from the host, bit for bit."""
     watched = Watched(model, 9, **MINIMAL)
     world, tiers = watched.world, watched.world.tiers
     session = world.open()

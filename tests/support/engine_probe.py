@@ -8,12 +8,12 @@ from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
-from world import World
 
 from dsv4_tierd.engine.runner import Chunk
 from dsv4_tierd.tiering.hot_set import HotSet
 from dsv4_tierd.tiering.pages import PagePool
 from dsv4_tierd.tiering.sequence import Sequence
+from world import World
 
 
 class Probe:
@@ -51,7 +51,7 @@ class Probe:
         return logits
 
     def table(self, name: str, first: int, stop: int) -> Tensor:
-        """[stop - first, vocab]: a request's logits at these positions, all of which it computed."""
+        """[stop - first, vocab]: a request's logits at these positions; it computed them all."""
         return torch.stack([self.rows[name][position] for position in range(first, stop)])
 
     def _name(self, seq: Sequence) -> str:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from world import MIB, World
 
 from dsv4_tierd.engine.model.transformer import Transformer
+from world import MIB, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,9 @@ class Model:
     transformer: Transformer
 
     def world(self, **settings: object) -> World:
-        """A new engine over this model; its pools hold some 25,000 tokens."""
-        given = {"host_budget_bytes": 24 * MIB, "identity": bytes(32)} | settings
+        """A new engine over this model; its pools hold some 30,000 tokens."""
+        budgets = {"host_budget_bytes": 16 * MIB, "device_budget_bytes": 24 * MIB}
+        given = budgets | {"identity": bytes(32)} | settings
         return World(self.transformer, self.folder, **given)  # type: ignore[arg-type]
 
 
