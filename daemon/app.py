@@ -98,14 +98,14 @@ async def _serve(
     try:
         async with asyncio.TaskGroup() as group:
             service = Service(config, worker, journal, text, group)
+            if signals:
+                _stop_on_signals(service)
             worker.on_ready = _OnReady(service)
             service.metrics.registry.register(ServiceCollector(service))
             writing = group.create_task(journal.run(), name="journal")
             supervising = group.create_task(worker.run(), name="worker")
             helpers = [group.create_task(verbs.sweep(service), name="sweep")]
             async with _listening(config, service) as port:
-                if signals:
-                    _stop_on_signals(service)
                 if on_listening is not None:
                     announcing = on_listening(service, port)
                     helpers.append(group.create_task(announcing, name="announce"))
