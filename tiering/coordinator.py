@@ -244,13 +244,22 @@ class Coordinator:
 
     def _apply_loads(self) -> None:
         for key, load in list(self._loads.items()):
-            if load.future.done():
+            if load.future.done() and not self._before(load):
                 del self._loads[key]
                 self._apply_load(load)
             elif not load.abandoned and time.monotonic() > load.deadline:
                 load.abandoned = True
                 self.counters.loads_late += 1
                 self._back_off("a read is late")
+
+    def _before(self, load: _Load) -> bool:
+        """Whether a page must wait for the one before it, whose read is still under way.
+
+        Reads end in any order; a page without the one before it could not be kept.
+        """
+        parent = load.node.parent
+        is_page = load.kind is ObjectKind.PAGE
+        return is_page and parent is not None and self.loading(parent, load.kind)
 
     def _apply_load(self, load: _Load) -> None:
         error = load.future.exception()

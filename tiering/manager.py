@@ -217,7 +217,8 @@ class TierManager:
                 continue
             waiting = True
             if not self.coordinator.in_flight(node, ObjectKind.PAGE):
-                if not node.stored or not self.coordinator.up or seq.reservation.mirror == 0:
+                paid = seq.reservation.mirror - (len(seq.mirror) - len(seq.path))
+                if not node.stored or not self.coordinator.up or paid <= 0:
                     raise StaleStart
                 if self.coordinator.can_load:
                     seq.reservation.mirror -= 1

@@ -139,6 +139,38 @@ def test_stored_pages_come_in_and_are_right(warm: Rig) -> None:
     finish(warm, actor)
 
 
+def test_reads_that_end_in_any_order_all_land(warm: Rig) -> None:
+    """A page whose predecessor is still being read waits for it; none is read twice."""
+    actor = warm.open()
+    assert not warm.puppet.ready(actor)
+    while warm.readers.run_one(len(warm.readers) - 1):
+        warm.tiers.coordinator.poll()
+        check(warm.tiers)
+        warm.puppet.ready(actor)
+    warm.tiers.coordinator.poll()
+    assert warm.puppet.ready(actor)
+    assert warm.tiers.coordinator.counters.pages_loaded == 5 == warm.store.reads - 1
+    finish(warm, actor)
+
+
+def test_a_read_that_another_paid_for_is_not_paid_with_pages_to_come(warm: Rig) -> None:
+    """When it fails to land, the sequence is opened again and promised what it needs."""
+    first = warm.open()
+    assert not warm.puppet.ready(first)
+    second = warm.open()
+    assert second.seq is not None and second.seq.reservation.mirror == 1
+    warm.store.naive.delete([warm.key(3)])
+    warm.readers.run_all()
+    warm.tiers.coordinator.poll()
+    with pytest.raises(StaleStart):
+        warm.puppet.ready(second)
+    for actor in (first, second):
+        warm.puppet.close(actor)
+    warm.puppet.open(second)
+    assert warm.puppet.ready(second)
+    finish(warm, second)
+
+
 def test_reads_in_flight_are_bounded(warm: Rig) -> None:
     """No more reads than the limit are handed to the I/O threads at once."""
     warm.tiers.coordinator._limits = StoreLimits(loads_max=2)
