@@ -11,8 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 from dsv4_tierd.tiering.errors import (
     InvalidRequest,
@@ -56,6 +58,7 @@ from dsv4_tierd.tiering.store.redis_shelf import Draft, Shelf
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _ERASED = bytes(len(MAGIC))
 
 
@@ -163,9 +166,8 @@ class RedisStore:
             try:
                 for group in _groups(fresh, self.config.commit_bytes, ROWS_PER_CALL):
                     self._commit(group, kept)
-            except StoreUnavailable as error:
-                if self.link.up:  # it answers, and takes nothing
-                    self._trouble = str(error)
+            except OutOfMemory as error:  # it answers, and takes nothing
+                self._trouble = str(error)
                 raise
             self._trouble = None
 
@@ -196,9 +198,11 @@ class RedisStore:
             for extent in extents:
                 name = self.shelf.names.extent(extent[0].key, self._mirror.now_ms())
                 written.append(Doom(name, sum(map(record_bytes, extent))))
-                self._write(written[-1], extent, drafts)
+                pieces = self._draft(written[-1], extent, drafts)
+                self._squeezed(partial(self.shelf.write, name, pieces), kept)
             self.shelf.keep(written, begun)
-            in_use = self.shelf.publish([drafts[item.key] for item in group])
+            rows = [drafts[item.key] for item in group]
+            in_use = self._squeezed(lambda: self.shelf.publish(rows), kept)
         except (PreconditionFailed, OutOfMemory):
             self.shelf.discard(written)  # known not to be published
             raise
@@ -209,9 +213,10 @@ class RedisStore:
         with self._counting:
             self._bytes_written += sum(doom.extent_bytes for doom in written)
 
-    def _write(
+    def _draft(
         self, extent: Doom, items: Sequence[StoredObject], drafts: dict[ObjectKey, Draft]
-    ) -> None:
+    ) -> list[memoryview | bytes]:
+        """Note where each item's record stands; returns the extent's bytes in pieces."""
         pieces: list[memoryview | bytes] = []
         at = 0
         for item in items:
@@ -221,13 +226,16 @@ class RedisStore:
             place = Place(extent.extent, extent.extent_bytes, at, size, len(payload), item.parent)
             drafts[item.key] = Draft(item, place)
             at += size
+        return pieces
+
+    def _squeezed(self, call: Callable[[], _T], kept: frozenset[bytes]) -> _T:
+        """Make ``call``; where the server is fuller than our budget knows, evict and try again."""
         try:
-            self.shelf.write(extent.extent, pieces)
+            return call()
         except OutOfMemory:
-            # The server is fuller than our own budget knows: give up as much, and try once more.
-            if not self._evict(2 * at, frozenset(i.key.digest for i in items) | _parents(items)):
+            if not self._evict(2 * self.config.value_bytes, kept):
                 raise
-            self.shelf.write(extent.extent, pieces)
+            return call()
 
     def _make_room(self, extents: Sequence[Sequence[StoredObject]], kept: frozenset[bytes]) -> None:
         """Evict until the extents fit both budgets. Raises StoreUnavailable."""
@@ -369,10 +377,6 @@ def record_bytes(item: StoredObject) -> int:
 
 def _describe(key: ObjectKey) -> str:
     return f"{key.kind.name} {key.digest.hex()[:16]}"
-
-
-def _parents(items: Iterable[StoredObject]) -> frozenset[bytes]:
-    return frozenset(item.parent for item in items if item.parent is not None)
 
 
 def _runs(keys: Sequence[ObjectKey]) -> Iterator[Sequence[ObjectKey]]:

@@ -131,9 +131,7 @@ def tidy(own: Shelf, grace_s: float) -> GcReport:
                 shelf.link.call(where, "HDEL", where, *group)
         used += sum(rows[0][3].extent_bytes for rows in by_extent.values())
         removed += _forget_lost(shelf, by_extent)
-        if not by_extent and shelf is not own:
-            for key in shelf.names.all():
-                shelf.link.call(key, "UNLINK", key)
+        if not by_extent and shelf is not own and shelf.forget_identity():
             own.link.call(IDENTITIES, "HDEL", IDENTITIES, shelf.names.identity)
     orphans, orphan_bytes = _remove_orphans(own.link, known, own.mirror.now_ms(), grace_s)
     return GcReport(used + orphan_bytes, used - removed, count + orphans)
@@ -145,7 +143,7 @@ def _forget_lost(shelf: Shelf, by_extent: dict[bytes, list[_Found]]) -> int:
     for extent, rows in by_extent.items():
         parts = rows[0][3].parts(shelf.link.config.value_bytes)
         names = [part_name(extent, part) for part in range(parts)]
-        if all(shelf.link.call(name, "EXISTS", name) for name in names):
+        if all(shelf.link.many([("EXISTS", name) for name in names])):
             continue
         lost += rows[0][3].extent_bytes
         for group in batched(rows, ROWS_PER_CALL):

@@ -106,7 +106,8 @@ class Keeper:
                 self._shelf.load(self._identity)
             self.expired += self._shelf.remove(self._shelf.mirror.expired(), erase=False)
         if now >= self._tell_at:
-            self._tell_at = now + min(TELL_S, self._link.config.ttl_s / 4 or TELL_S)
+            ttl_s = self._link.config.ttl_s  # telling says whole chains then, so not too often
+            self._tell_at = now + (min(max(TELL_S, ttl_s / 10), ttl_s / 4) if ttl_s else TELL_S)
             self._tell()
 
     def _tell(self) -> None:

@@ -180,6 +180,13 @@ class Mirror:
             if row.live:
                 self._remove(row)
 
+    def forget(self, name: bytes) -> None:
+        """The server does not have this row."""
+        with self.lock:
+            row = self._row(name)
+            if row is not None:
+                self._remove(row)
+
     def reset(
         self,
         rows: dict[bytes, bytes],

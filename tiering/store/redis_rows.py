@@ -32,7 +32,7 @@ from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind
 PREFIX = b"tierd:1:"
 IDENTITIES = PREFIX + b"identities"
 EXTENTS = PREFIX + b"x:"
-LOG_EVENTS_MAX = 4096
+LOG_EVENTS_MAX = 1024
 ROWS_PER_CALL = 500  # a Lua script's stack is bounded
 
 _ROW = struct.Struct("<BBQQQQ32s")
@@ -303,6 +303,13 @@ for i = 3, #ARGV do
   else redis.call('HDEL', KEYS[5], ARGV[i]) end
 end
 return {redis.call('XADD', KEYS[7], 'MAXLEN', '~', ARGV[1], '*', unpack(event)), ''}
+"""
+
+# An identity without objects goes, unless it has some by now. Returns 1, or 0.
+FORGET = """#!lua flags=allow-oom
+if redis.call('HLEN', KEYS[2]) > 0 then return 0 end
+redis.call('UNLINK', unpack(KEYS))
+return 1
 """
 
 # KEYS: a value. ARGV: offset, size. Zeroes where there is something to zero.

@@ -18,6 +18,7 @@ from dsv4_tierd.tiering.store.redis_link import Link, OutOfMemory
 from dsv4_tierd.tiering.store.redis_mirror import BEGINNING, EventId, Held, Mirror, Row
 from dsv4_tierd.tiering.store.redis_rows import (
     ERASE,
+    FORGET,
     IDENTITIES,
     LOG_EVENTS_MAX,
     PIN,
@@ -177,20 +178,22 @@ class Shelf:
         """
         if time.monotonic() - begun > PROVISIONAL_S / 2:
             raise StoreUnavailable("writing took too long")
-        for each in written:
-            for name in self._values(each.extent, each.extent_bytes):
-                if self.link.call(*self._keep(name)) != 1:
-                    raise OutOfMemory("the server evicts what was just written")
+        names = [n for each in written for n in self._values(each.extent, each.extent_bytes)]
+        self._lasting(names)
+        if not all(self.link.many([("EXISTS", name) for name in names])):
+            raise OutOfMemory("the server evicts what was just written")
+
+    def _lasting(self, names: Sequence[bytes], *, for_good: bool = False) -> None:
+        """Values last as long as the configuration says, from now on."""
+        ttl_ms = int(self.link.config.ttl_s * 1000)
+        if ttl_ms and not for_good:
+            self.link.many([("PEXPIRE", name, ttl_ms) for name in names])
+        else:
+            self.link.many([("PERSIST", name) for name in names])
 
     def _values(self, extent: bytes, size: int) -> list[bytes]:
         count = max(1, -(-size // self.link.config.value_bytes))
         return [part_name(extent, part) for part in range(count)]
-
-    def _keep(self, name: bytes, *, for_good: bool = False) -> tuple[bytes, *tuple[Argument, ...]]:
-        ttl_ms = int(self.link.config.ttl_s * 1000)
-        if ttl_ms and not for_good:
-            return (name, "PEXPIRE", name, ttl_ms)
-        return (name, "PERSIST", name)
 
     def read(self, place: Place, targets: Sequence[memoryview]) -> int:
         """Fill ``targets`` with the record's bytes; returns how many there were.
@@ -215,17 +218,16 @@ class Shelf:
 
     def discard(self, dooms: Iterable[Doom]) -> None:
         """Remove bytes that nothing points to, and the notes that they must go."""
-        done: list[bytes] = []
         value_bytes = self.link.config.value_bytes
-        for doom in dooms:
-            if doom.size:
-                self._erase(doom, value_bytes)
-            else:
-                for name in self._values(doom.extent, doom.extent_bytes):
-                    self.link.call(name, "UNLINK", name)
-            done.append(doom.field)
-        if done:
-            self.link.call(self.names.doomed, "HDEL", self.names.doomed, *done)
+        for group in batched(list(dooms), ROWS_PER_CALL):
+            whole = [doom for doom in group if not doom.size]
+            names = [n for doom in whole for n in self._values(doom.extent, doom.extent_bytes)]
+            self.link.many([("UNLINK", name) for name in names])
+            for doom in group:
+                if doom.size:
+                    self._erase(doom, value_bytes)
+            doomed = self.names.doomed
+            self.link.call(doomed, "HDEL", doomed, *(doom.field for doom in group))
 
     def _erase(self, doom: Doom, value_bytes: int) -> None:
         at, end = doom.offset, doom.offset + doom.size
@@ -273,6 +275,8 @@ class Shelf:
         if reply[0] == b"parent":
             missing = reply[1]
             assert isinstance(missing, bytes)
+            self.catch_up()
+            self.mirror.forget(missing)
             raise PreconditionFailed(f"the page before is not stored: {missing[1:9].hex()}…")
         _, event, now, *rows = reply
         assert isinstance(event, bytes) and isinstance(now, bytes)
@@ -333,14 +337,10 @@ class Shelf:
         for last, some in ((False, set(held) - pinned), (True, set(held) & pinned)):
             for group in batched(list(some), ROWS_PER_CALL):
                 if ttl_ms:
-                    self._extend(group, for_good=last)
+                    names = [n for each in group for n in self._values(each.name, each.byte_count)]
+                    self._lasting(names, for_good=last)
                 args: list[Argument] = [LOG_EVENTS_MAX, 0 if last else ttl_ms]
                 self._script_one(USE, [*args, *(each.name for each in group)])
-
-    def _extend(self, group: Sequence[Held], *, for_good: bool) -> None:
-        for each in group:
-            for name in self._values(each.name, each.byte_count):
-                self.link.call(*self._keep(name, for_good=for_good))
 
     def pin(self, fields: Sequence[bytes], *, on: bool) -> bytes:
         """Set or take pins, all or none; the field that stands in the way, or nothing."""
@@ -350,6 +350,10 @@ class Shelf:
         if event:
             self.mirror.lead(Event(event_id(event), verb.encode(), [(f, b"1") for f in fields]))
         return wrong
+
+    def forget_identity(self) -> bool:
+        """Remove a catalogue that holds nothing; False: it holds something."""
+        return self._script_one(FORGET, []) == 1
 
     def _script(self, script: str, args: Sequence[Argument]) -> list[Reply]:
         reply = self._script_one(script, args)

@@ -58,6 +58,22 @@ class Wire:
         self._send(args, deadline)
         return self._reply(deadline, 0)
 
+    def batch(
+        self, commands: Sequence[Sequence[Argument]], deadline: float
+    ) -> list[Reply | ReplyError]:
+        """Send small commands at once; their replies in order, errors among them.
+
+        Raises TimeoutError, ProtocolBroken, OSError.
+        """
+        self._write([piece for args in commands for piece in _pieces(args)], deadline)
+        replies: list[Reply | ReplyError] = []
+        for _ in commands:
+            try:
+                replies.append(self._reply(deadline, 0))
+            except ReplyError as error:
+                replies.append(error)
+        return replies
+
     def call_into(
         self, args: Sequence[Argument], targets: Sequence[memoryview], deadline: float
     ) -> int:
@@ -83,7 +99,9 @@ class Wire:
         return size
 
     def _send(self, args: Sequence[Argument], deadline: float) -> None:
-        pieces = list(_pieces(args))
+        self._write(list(_pieces(args)), deadline)
+
+    def _write(self, pieces: Sequence[Buffer], deadline: float) -> None:
         if isinstance(self._sock, ssl.SSLSocket):
             for piece in pieces:
                 self._send_one(memoryview(piece).cast("B"), deadline)

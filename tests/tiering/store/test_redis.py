@@ -296,6 +296,29 @@ def test_gc_removes_what_nobody_knows(url: str) -> None:
     store.close()
 
 
+def test_maintenance_without_an_identity(url: str) -> None:
+    """`store ls | verify | gc` see every identity; one that holds nothing any more is forgotten."""
+    for row_format in ("fp8", "bf16"):
+        store = open_redis(url, replace(IDENTITY, row_format=row_format))
+        store.put(chain("a", 4))
+        store.close()
+    care = open_redis(url, None)
+    infos = list(care.list_objects())
+    assert len(infos) == 8
+    assert len({info.identity for info in infos}) == 2
+    assert care.verify().objects == 8
+    assert care.gc().segments_compacted == 0
+    assert care.delete_tenant("") == 8
+    care.gc()
+    names = care.shelf.link.call(b"tierd:1:identities", "HKEYS", b"tierd:1:identities")
+    assert names == []
+    care.close()
+    store = open_redis(url)
+    store.put(chain("a", 4))
+    assert all(present(store, chain("a", 4)))
+    store.close()
+
+
 def test_verify_finds_rot(url: str) -> None:
     """One flipped bit in a record: named, forgotten, and the object can be stored again."""
     store = open_redis(url)
