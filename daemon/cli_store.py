@@ -14,12 +14,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dsv4_tierd.daemon.cli_bundle import export_command, import_command
 from dsv4_tierd.tiering.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from dsv4_tierd.tiering.store.disk import DiskStore
 
 store_app = typer.Typer(help="A store's folder, while no daemon uses it.", no_args_is_help=True)
+store_app.command("export")(export_command)
+store_app.command("import")(import_command)
 FAILED, NOT_FOUND = 1, 3
 Folder = Annotated[Path, typer.Argument(help="PATH of disk:PATH")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]

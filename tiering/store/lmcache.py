@@ -39,6 +39,7 @@ from dsv4_tierd.tiering.store.lmcache_space import (
     log_other_identities,
     other_identities,
     remember_identity,
+    stored_identities,
 )
 from dsv4_tierd.tiering.store.protocol import (
     Facts,
@@ -82,6 +83,19 @@ def open_lmcache(
         raise InvalidRequest(f"--store lmcache: {error}", param="store") from error
     config = LMCacheConfig(bytes_max, **limits)
     return LMCacheStore(LMCacheToolkit(adapter), config, identity)
+
+
+def lmcache_identities(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The fields of every identity that wrote to the adapter. Raises as ``open_lmcache``."""
+    adapter = {name: value for name, value in spec.items() if name not in ("deadline_s", "poll_s")}
+    shelf = AdapterShelf(LMCacheToolkit(adapter), LMCacheConfig(0).deadline_s)
+    try:
+        shelf.connect()
+        return [fields for _, fields in stored_identities(shelf)]
+    except ImportError as error:
+        raise UnsupportedCombination(f"--store lmcache: {error}", param="store") from error
+    finally:
+        shelf.close()
 
 
 class LMCacheStore:

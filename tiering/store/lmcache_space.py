@@ -7,6 +7,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import xxhash
 from blake3 import blake3
@@ -185,7 +186,7 @@ def _identity_name(slot: int) -> Name:
     return Name(_COMMON, slot.to_bytes(32, "little"), _IDENTITY_GROUP)
 
 
-def _identities(shelf: AdapterShelf) -> Iterator[tuple[int, dict[str, object]]]:
+def stored_identities(shelf: AdapterShelf) -> Iterator[tuple[int, dict[str, Any]]]:
     """Slot and fields of every identity that wrote here. Raises StoreUnavailable."""
     slot = 0
     while any(shelf.exists([_identity_name(slot), _identity_name(slot + 1)])):
@@ -200,7 +201,7 @@ def _identities(shelf: AdapterShelf) -> Iterator[tuple[int, dict[str, object]]]:
 def remember_identity(shelf: AdapterShelf, identity: StoreIdentity) -> None:
     """Keep the fields of an identity beside what it writes. Raises StoreUnavailable."""
     free = 0
-    for slot, fields in _identities(shelf):
+    for slot, fields in stored_identities(shelf):
         free = slot + 1
         if fields == identity.as_dict():
             return
@@ -210,13 +211,13 @@ def remember_identity(shelf: AdapterShelf, identity: StoreIdentity) -> None:
 
 def other_identities(shelf: AdapterShelf, own: bytes) -> list[bytes]:
     """Digests of the other identities that wrote here."""
-    digests = [StoreIdentity(**fields).digest for _, fields in _identities(shelf)]  # type: ignore[arg-type]
+    digests = [StoreIdentity(**fields).digest for _, fields in stored_identities(shelf)]
     return [digest for digest in digests if digest != own]
 
 
 def log_other_identities(shelf: AdapterShelf, identity: StoreIdentity) -> None:
     """Say what else wrote here that this identity cannot use, and which fields are why."""
-    for _, fields in _identities(shelf):
+    for _, fields in stored_identities(shelf):
         why = "; ".join(differences(fields, identity.as_dict()))
         if why:
             log.warning("store: objects of another identity cannot be used, it differs in %s", why)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_tierd.tiering.errors import InvalidRequest
-from dsv4_tierd.tiering.store.identity import StoreIdentity
+from dsv4_tierd.tiering.store.identity import FIELD_NAMES, StoreIdentity
 from dsv4_tierd.tiering.store.protocol import PrefixStore
 from dsv4_tierd.tiering.store.redis_config import SCHEMES, RedisConfig, parse
 from dsv4_tierd.tiering.store.tiered import TieredConfig, TieredStore, WritePolicy
@@ -34,6 +34,7 @@ HELP = (
 )
 _POLICIES = {policy.value: policy for policy in WritePolicy}
 _REMOTE = "|".join([*(re.escape(f"{scheme}://") for scheme in SCHEMES), "lmcache:"])
+_NAMES = set(FIELD_NAMES)
 _BORDER = re.compile(rf",(?=(?:(?:{'|'.join(_POLICIES)}):)?(?:{_REMOTE}|disk:))")
 
 
@@ -138,3 +139,34 @@ def _open(tier: TierSpec, identity: StoreIdentity | None, bytes_max: int) -> Pre
 
     assert tier.lmcache is not None
     return open_lmcache(tier.lmcache, identity, bytes_max)
+
+
+def known_identities(spec: str) -> list[StoreIdentity]:
+    """The identities that wrote to the (one) store that ``spec`` names.
+
+    Raises InvalidRequest, UnsupportedCombination, StoreUnavailable.
+    """
+    tiers = parse_spec(spec)
+    if len(tiers) != 1:
+        raise InvalidRequest("one store is looked at at a time", param="store")
+    return [StoreIdentity(**fields) for fields in _fields(tiers[0]) if set(fields) == _NAMES]
+
+
+def _fields(tier: TierSpec) -> list[dict[str, Any]]:
+    if tier.folder is not None:
+        paths = sorted((tier.folder / "identities").glob("*.json"))
+        return [json.loads(path.read_text()) for path in paths]
+    if tier.redis_url is not None:
+        from dsv4_tierd.tiering.store.redis import RedisStore
+        from dsv4_tierd.tiering.store.redis_rows import IDENTITIES
+        from dsv4_tierd.tiering.store.redis_shelf import scan_hash
+
+        store = RedisStore(RedisConfig(tier.redis_url, 0), None)
+        try:
+            return [json.loads(text) for _, text in scan_hash(store.link, IDENTITIES)]
+        finally:
+            store.close()
+    from dsv4_tierd.tiering.store.lmcache import lmcache_identities
+
+    assert tier.lmcache is not None
+    return lmcache_identities(tier.lmcache)

@@ -1,0 +1,190 @@
+"""``dsv4-tierd store export | import``: one prefix as a file, from one store to another."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+from dsv4_tierd.tiering.errors import BadRequest, NotFound, TierError
+from dsv4_tierd.tiering.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from dsv4_tierd.tiering.store.bundle import BundleReport
+    from dsv4_tierd.tiering.store.identity import StoreIdentity
+    from dsv4_tierd.tiering.store.protocol import PrefixStore
+
+FAILED, USAGE, NOT_FOUND = 1, 2, 3
+Store = Annotated[
+    str, typer.Argument(help="A folder that no daemon uses, or disk:PATH, redis://…, lmcache:{…}")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Budget = Annotated[str, typer.Option(help="The store's byte budget.")]
+
+
+def export_command(
+    store: Store,
+    file: Annotated[Path, typer.Argument(help="The file to write.")],
+    leaf: Annotated[str | None, typer.Option(help="Hash of the last block, hex.")] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(help="Token ids, int32 little-endian: as much as is stored.")
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="The tenant's cache_salt.")] = "",
+    identity: Annotated[str, typer.Option(help="Digest, or its beginning, if many.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Write one stored prefix, pages and resume points, to a file."""
+    if (leaf is None) == (tokens is None):
+        raise typer.BadParameter("give one of --leaf and --tokens")
+    with _errors():
+        from dsv4_tierd.tiering.store.bundle import export_prefix, stored_leaf
+
+        spec = _spec(store)
+        found = _identity(spec, identity)
+        with _opened(spec, found, 1 << 60) as opened:
+            end = (
+                _digest(leaf)
+                if tokens is None
+                else stored_leaf(opened, found, tenant, _ids(tokens))
+            )
+            part = file.with_name(file.name + ".part")
+            try:
+                with part.open("wb") as out, _bar(as_json) as advance:
+                    report = export_prefix(opened, found, tenant, end, out, advance)
+                part.replace(file)  # the name is there when the file is whole
+            finally:
+                part.unlink(missing_ok=True)
+    _say(report, as_json)
+
+
+def import_command(
+    file: Annotated[Path, typer.Argument(help="A file that export wrote.")],
+    store: Store,
+    adopt: Annotated[
+        bool, typer.Option(help="Take it even if nothing of its identity was stored here before.")
+    ] = False,
+    budget: Budget = "64GiB",
+    as_json: AsJson = False,
+) -> None:
+    """Store a prefix from a file. One of another identity is refused, by name of what differs."""
+    try:
+        bytes_max = parse_bytes(budget)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--budget") from error
+    if not file.is_file():
+        _fail(f"there is no file {file}", NOT_FOUND)
+    with _errors():
+        from dsv4_tierd.tiering.store.bundle import check_identity, import_prefix, read_manifest
+        from dsv4_tierd.tiering.store.open import known_identities
+
+        with file.open("rb") as source:
+            manifest = read_manifest(source)
+            spec = _spec(store, create=True)
+            known = known_identities(spec)
+            if known and manifest.identity not in known and not adopt:
+                check_identity(manifest, known[-1])
+            source.seek(0)
+            with (
+                _opened(spec, manifest.identity, bytes_max) as opened,
+                _bar(as_json) as advance,
+            ):
+                report = import_prefix(source, opened, manifest.identity, advance)
+    _say(report, as_json)
+
+
+def _spec(store: str, *, create: bool = False) -> str:
+    if store.startswith(("disk:", "lmcache:")) or "://" in store:
+        return store
+    if not create and not Path(store).is_dir():
+        _fail(f"there is no store in {store}", NOT_FOUND)
+    return f"disk:{store}"
+
+
+def _identity(spec: str, beginning: str) -> StoreIdentity:
+    from dsv4_tierd.tiering.store.open import known_identities
+
+    found = [each for each in known_identities(spec) if each.digest.hex().startswith(beginning)]
+    if not found:
+        raise NotFound("no identity of that digest wrote to this store")
+    if len(found) > 1:
+        names = ", ".join(each.digest.hex()[:16] for each in found)
+        _fail(f"several identities wrote to this store, --identity says which: {names}", USAGE)
+    return found[0]
+
+
+@contextmanager
+def _opened(spec: str, identity: StoreIdentity, bytes_max: int) -> Iterator[PrefixStore]:
+    from dsv4_tierd.tiering.store.open import open_store
+
+    store = open_store(spec, identity, bytes_max)
+    assert store is not None
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _digest(text: str | None) -> bytes:
+    try:
+        digest = bytes.fromhex(text or "")
+    except ValueError:
+        digest = b""
+    if len(digest) != 32:
+        raise typer.BadParameter("64 hex digits", param_hint="--leaf")
+    return digest
+
+
+def _ids(path: Path) -> Any:
+    import numpy as np
+
+    if not path.is_file():
+        _fail(f"there is no file {path}", NOT_FOUND)
+    return np.fromfile(path, "<i4")
+
+
+@contextmanager
+def _bar(as_json: bool) -> Iterator[Callable[[int, int], None]]:
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=as_json or not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except TierError as error:
+        code = NOT_FOUND if isinstance(error, NotFound) else FAILED
+        wrong_spec = isinstance(error, BadRequest) and error.param == "store"
+        _fail(error.message, USAGE if wrong_spec else code)
+    except OSError as error:
+        _fail(str(error), FAILED)
+
+
+def _fail(message: str, code: int) -> None:
+    Console(stderr=True).print(f"[red]{message}[/red]", highlight=False)
+    raise typer.Exit(code)
+
+
+def _say(report: BundleReport, as_json: bool) -> None:
+    manifest = report.manifest
+    data = {
+        "leaf": manifest.leaf.hex(),
+        "tenant": manifest.tenant,
+        "identity": manifest.identity.digest.hex(),
+        "pages": manifest.pages,
+        "resume_points": manifest.points,
+        "file_bytes": report.file_bytes,
+    }
+    size = format_bytes(report.file_bytes)
+    text = f"{manifest.pages} pages, {manifest.points} resume points, {size}, up to {data['leaf']}"
+    sys.stdout.write((json.dumps(data) if as_json else text) + "\n")
