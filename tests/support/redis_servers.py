@@ -169,6 +169,7 @@ class Cluster:
 
 
 _shared: dict[str, Server] = {}
+_clusters: list[Cluster] = []
 
 
 def current(binary: str = "valkey") -> Server:
@@ -185,3 +186,14 @@ def emptied(binary: str = "valkey") -> Server:
     with server.client as client:
         client.flushall()
     return server
+
+
+def emptied_cluster() -> Cluster:
+    """This process's cluster, holding nothing; ended with the process."""
+    if not _clusters:
+        _clusters.append(Cluster())
+        atexit.register(_clusters[0].close)
+    for node in _clusters[0].nodes:
+        with node.client as client:
+            client.flushall()
+    return _clusters[0]

@@ -9,13 +9,14 @@
     redis+sentinel://[user:password@]host[:port][,host[:port]…]/service[/db]
     rediss+cluster://…  rediss+sentinel://…           the same over TLS
 
-Options in the query are redis-py's (``ssl_ca_certs``, ``ssl_cert_reqs``, ``sentinel_password``,
-…), and ours: ``ttl_s``, ``tenant_bytes_max``, ``deadline_s``, ``connect_timeout_s``.
+Options in the query are redis-py's (``ssl_ca_certs``, ``ssl_cert_reqs``, …; those for the Sentinels
+with ``sentinel_`` before their names), and ours: ``ttl_s``, ``tenant_bytes_max``, ``deadline_s``,
+``connect_timeout_s``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
@@ -38,7 +39,7 @@ class RedisConfig:
     second) longer for what it carries. ``pin_share``: of the bytes that may be pinned.
     """
 
-    url: str
+    url: str = field(repr=False)  # it may hold a password
     bytes_max: int
     tenant_bytes_max: int = 0
     ttl_s: float = 0.0
@@ -68,8 +69,8 @@ class Target:
     db: int
     tls: bool
     username: str | None
-    password: str | None
-    settings: dict[str, Any]
+    password: str | None = field(repr=False)
+    settings: dict[str, Any] = field(repr=False)
 
     @property
     def shown(self) -> str:
