@@ -196,7 +196,7 @@ async def test_bad_input_is_a_clear_error_and_changes_nothing(tmp_path: Path, mi
                 wrong.append((verb, path, str(body)[:60], got, found))
         assert not wrong
         big = await live.call(
-            "POST", "/v1/sessions/a/append", data=b"x" * (100 << 20), headers=JSON
+            "POST", "/v1/sessions/a/append", data=io.BytesIO(b"x" * (100 << 20)), headers=JSON
         )
         assert (big[0], big[1]["error"]["code"]) == (413, "body_too_large")
         assert await live.ok("GET", "/v1/sessions/a") == session
