@@ -24,7 +24,7 @@ from dsv4_tierd.daemon.middleware import (
     limit_body,
     read_keys,
 )
-from dsv4_tierd.daemon.routes import chat, completions, generate, operations, sessions
+from dsv4_tierd.daemon.routes import chat, completions, explain, generate, operations, sessions
 from dsv4_tierd.daemon.service import Service
 from dsv4_tierd.daemon.tokenize import TextCodec, TextService
 from dsv4_tierd.daemon.worker import WORKER_COMMAND, Probing, Worker
@@ -47,7 +47,7 @@ def make_app(service: Service) -> web.Application:
         ],
     )
     app[SERVICE] = service
-    for routes in (operations, sessions, generate, chat, completions):
+    for routes in (operations, sessions, generate, chat, completions, explain):
         routes.add_routes(app)
     return app
 

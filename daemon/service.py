@@ -17,6 +17,7 @@ from typing import Any
 
 from dsv4_tierd.daemon.bridge import NOBODY, Bridge
 from dsv4_tierd.daemon.config import ServeConfig
+from dsv4_tierd.daemon.diagnosis import RecentPrompts
 from dsv4_tierd.daemon.journal import Journal
 from dsv4_tierd.daemon.ledger import AnyEvent, Moved, Turn
 from dsv4_tierd.daemon.metrics import Metrics
@@ -89,6 +90,7 @@ class Service:
         self.sessions = Registry(journal.ledger, config.sessions_max)
         self.operations = Operations(tasks)
         self.metrics = Metrics()
+        self.recent = RecentPrompts()
         self.draining = False
         self.stop_asked = asyncio.Event()
         self.running: set[Run] = set()

@@ -102,6 +102,11 @@ class Lookup(Input):
     cache_salt: str | None = None
 
 
+class Explain(Body):
+    a: Input
+    b: Input
+
+
 class Tokenize(Body):
     text: str | None = None
     prompt: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import deepseek_recipe as recipe
 import msgspec
 from aiohttp import web
 
+from dsv4_tierd.daemon.diagnosis import Comparison, Words, examine, message_digests
 from dsv4_tierd.daemon.encoding import Chat, encode_chat
 from dsv4_tierd.daemon.ledger import Turn
 from dsv4_tierd.daemon.middleware import json_response, refuse_key_on_stream
@@ -33,6 +35,7 @@ OWN = frozenset(
         "reasoning_effort",
         "top_logprobs",
         "chat_template_kwargs",
+        "prompt_cache_diagnostics",
     ]
 )
 TO_RECIPE = frozenset(
@@ -121,14 +124,35 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         refuse_key_on_stream(request)
     id = f"chatcmpl-{uuid.uuid4().hex}"
     codec = service.text.require()
+    compared = await _compare(service, body, ask)
     choices = [Choice(i, chat, id, ask.model, codec) for i in range(ask.choices)]
     runs, usage = await openai.start_runs(service, ask)
     try:
         if ask.stream:
-            return await _stream(request, service, ask, runs, choices, usage)
-        return await _whole(service, id, ask, runs, choices, usage)
+            return await _stream(request, service, ask, runs, choices, usage, compared)
+        return await _whole(service, id, ask, runs, choices, usage, compared)
     finally:
         openai.cancel_all(runs)
+
+
+async def _compare(service: Service, body: dict[str, Any], ask: openai.Ask) -> Comparison | None:
+    """Remember the prompt; if the client asks why it is not cached, what it was compared to."""
+    words = Words(ask.prompt_ids, message_digests(body["messages"]))
+    compared = None
+    if openai.typed(body, "prompt_cache_diagnostics", bool, False):
+        codec = service.text.codec
+        compared = await asyncio.to_thread(examine, service.recent, ask.salt, words, codec)
+    service.recent.add(ask.salt, words)
+    return compared
+
+
+def _diagnosis(
+    compared: Comparison | None, usage: Usage | None, choices: list[Choice]
+) -> dict[str, Any]:
+    ends = [choice.end for choice in choices if choice.end is not None]
+    if compared is None or not ends:
+        return {}
+    return {"prompt_cache_diagnostics": compared.verdict(usage or ends[0].usage)}
 
 
 async def _read(
@@ -173,6 +197,7 @@ async def _whole(
     runs: list[Run],
     choices: list[Choice],
     usage: Usage | None,
+    compared: Comparison | None,
 ) -> web.Response:
     for choice in choices:
         choice.open()
@@ -190,6 +215,7 @@ async def _whole(
             "model": ask.model,
             "choices": [choice.whole() for choice in choices],
             "usage": openai.total_usage(usage, ends),
+            **_diagnosis(compared, usage, choices),
             **({} if ask.session_id is None else {"session_id": ask.session_id}),
         }
     )
@@ -212,6 +238,7 @@ async def _stream(
     runs: list[Run],
     choices: list[Choice],
     usage: Usage | None,
+    compared: Comparison | None,
 ) -> web.StreamResponse:
     events = openai.merged(runs, service.config.keepalive_s)
     stream = EventStream(request, service.config.client_stall_s)
@@ -234,9 +261,12 @@ async def _stream(
                 item = await anext(events)
             except StopAsyncIteration:
                 break
+        more = _diagnosis(compared, usage, choices)
         if ask.include_usage:
             ends = [choice.end for choice in choices if choice.end is not None]
-            await stream.event({**last, "choices": [], "usage": openai.total_usage(usage, ends)})
+            more |= {"usage": openai.total_usage(usage, ends)}
+        if more:
+            await stream.event({**last, "choices": [], **more})
         await stream.event(b"[DONE]")
     except TierError as error:
         if not stream.response.prepared:
