@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -42,6 +44,12 @@ def free_port() -> int:
             with contextlib.suppress(OSError):
                 two.bind(("127.0.0.1", port + 10_000))
                 return port
+
+
+def _end_with_parent() -> None:
+    """On Linux: the kernel ends the server when the test process is gone, however it went."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class Server:
@@ -85,6 +93,7 @@ class Server:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd=self.folder,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 one system call, and tests get killed
         )
         end = time.monotonic() + START_S
         while time.monotonic() < end:
