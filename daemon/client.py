@@ -308,6 +308,11 @@ class Prefixes:
         found: Json = await self._client.call("POST", "/v1/prefixes/lookup", words)
         return found
 
+    async def explain(self, a: Json, b: Json) -> Json:
+        """Two prompts (messages, text or token_ids each): where they first differ."""
+        found: Json = await self._client.call("POST", "/v1/prefixes/explain", {"a": a, "b": b})
+        return found
+
 
 class Operations:
     """What ``tierd.operations`` is."""
