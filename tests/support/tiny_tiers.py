@@ -172,8 +172,9 @@ class Puppet:
 
     # ------------------------------------------------------------ the runner's part
     def prefill(self, seq: Sequence, stop: int, commit: bool = True) -> None:
-        """Tokens up to ``stop``, cut where the engine cuts: where a page's rows begin to be
-        written, and at the last block boundary.
+        """Tokens up to ``stop``, cut where the engine cuts.
+
+        That is where a page's rows begin to be written, and at the last block boundary.
 
         commit False: give the chunk up just before its end.
         """
