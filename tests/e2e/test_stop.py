@@ -64,6 +64,20 @@ async def test_sigterm_while_the_engine_loads_ends_the_daemon(tmp_path: Path, mi
         assert live.process.wait(5) == 0
 
 
+async def test_sigterm_while_the_engine_restarts_loses_nothing(tmp_path: Path, micro: Path) -> None:
+    """With no engine there is nothing to suspend: the daemon ends at once, the words are kept."""
+    async with live_daemon(tmp_path, micro) as live:
+        await live.create("a", words(1, 700))
+        answer = (await live.generate("a", [5], 6))["token_ids"]
+        await live.ok("POST", "/v1/sessions/a/rewind", {"to": 700})
+        await live.kill_engine()
+        code, seconds = await live.stop()
+        assert code == 0
+        assert seconds < 15
+        await live.start()
+        assert (await live.generate("a", [5], 6))["token_ids"] == answer
+
+
 async def refused(live: Live) -> tuple[int, str, str | None]:
     status, found, response = await live.call("POST", "/v1/sessions/a/generate", {"max_tokens": 1})
     return status, found["error"]["code"], response.headers.get("Retry-After")
