@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dsv4_tierd.engine import messages as m
 from dsv4_tierd.engine.build import Layouts, row_kind, store_identity
+from dsv4_tierd.engine.model.dense import forward_dense
 from dsv4_tierd.tiering.hot_set import HotSet
 from dsv4_tierd.tiering.store.disk import DiskStore
 from dsv4_tierd.tiering.store.vault import DiskConfig
@@ -207,6 +208,20 @@ def test_device_pages_come_back(model, warm) -> None:
     tiers.memory.device.fill_(0xFF)  # NaN in every row
     assert tiers.device_pool.free_count == tiers.device_pool.capacity
     assert_same(watched.turn(session, SECOND), warm[1], bits=True)
+    world.settle()
+
+
+@pytest.mark.parametrize("tiering", ["resident", "minimal"])
+def test_decode_across_pages(models, tiering) -> None:
+    """An answer that runs over three page borders, two of its pages in the tail, stays exact."""
+    small = models("CS", 16)
+    settings = {"tiering": "resident"} if tiering == "resident" else MINIMAL
+    watched = Watched(small, 13, **settings, audit=False)
+    world, words = watched.world, text(72, 200)
+    name = world.submit(world.open(), words, 620)
+    [answer] = world.run(name)
+    expected = forward_dense(small.transformer, torch.tensor(words + answer.token_ids))[:-1]
+    assert largest_difference(watched.probe.table(name, 0, 819), expected) <= TOLERANCE
     world.settle()
 
 

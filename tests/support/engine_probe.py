@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from dsv4_tierd.engine.runner import Chunk
+from dsv4_tierd.kernels.layout import Rows
 from dsv4_tierd.tiering.hot_set import HotSet
 from dsv4_tierd.tiering.pages import PagePool
+from dsv4_tierd.tiering.plan import TAIL_C4_ROWS
 from dsv4_tierd.tiering.sequence import Sequence
 from world import World
 
@@ -59,30 +61,64 @@ class Probe:
 
 
 def make_hostile(world: World, seed: int) -> None:
-    """Nothing is right by luck in a new world: memory is NaN, and places are dealt at random.
+    """Nothing is right by luck in a new world: free memory is NaN, places are dealt at random.
 
     Mirror and device pages are dealt in different orders, so a number of one pool means nothing
-    in the other.
+    in the other. What is freed becomes NaN again.
     """
-    _fill_with_nan(world)
-    draw = random.Random(seed)
-    tiers = world.tiers
-    for pool in (tiers.mirror_pool, tiers.device_pool):
-        _deal_at_random(pool, random.Random(draw.random()))
+    tiers, draw = world.tiers, random.Random(seed)
+    for memory in (tiers.memory.mirror, tiers.memory.device, tiers.tails.slots, tiers.points.slots):
+        memory.fill_(0xFF)  # all ones is a NaN in every row format
+    if isinstance(tiers.c4, HotSet):
+        for pool in (*tiers.c4.rows, *tiers.c4._staging):
+            _spoil(pool, slice(None))
+    for pages, memory in (
+        (tiers.mirror_pool, tiers.memory.mirror),
+        (tiers.device_pool, tiers.memory.device),
+    ):
+        _deal_at_random(pages, random.Random(draw.random()))
+        _spoil_when_freed(pages, memory)
     draw.shuffle(tiers.tails.free_slots())
     draw.shuffle(tiers.points.free_slots())
+    _spoil_tails(world)
 
 
-def _fill_with_nan(world: World) -> None:
-    """All ones is a NaN in every row format."""
-    tiers, rows = world.tiers, world.tiers.c4
-    for memory in (tiers.memory.mirror, tiers.memory.device, tiers.tails.slots, tiers.points.slots):
-        memory.fill_(0xFF)
-    if isinstance(rows, HotSet):
-        for pool in (*rows.rows, *rows._staging):
-            pool.data.fill_(0xFF if pool.data.dtype is torch.uint8 else float("nan"))
-            if pool.scale is not None:
-                pool.scale.fill_(0xFF)
+def _spoil(rows: Rows, pages: slice) -> None:
+    rows.data[pages].fill_(0xFF if rows.data.dtype is torch.uint8 else float("nan"))
+    if rows.scale is not None:
+        rows.scale[pages].fill_(0xFF)
+
+
+def _spoil_when_freed(pool: PagePool, memory: Tensor) -> None:
+    free = pool.free
+
+    def freed(page: int) -> None:
+        free(page)
+        memory[page].fill_(0xFF)
+
+    pool.free = freed  # type: ignore[method-assign]
+
+
+def _spoil_tails(world: World) -> None:
+    """Freed tail slots, and the scratch slot after each chunk, with their C4 rows."""
+    tiers, free, swap = world.tiers, world.tiers.tails.free, world.tiers.swap_tail
+
+    def spoil(slot: int) -> None:
+        tiers.tails.slots[slot].fill_(0xFF)
+        if isinstance(tiers.c4, HotSet):
+            for rows in tiers.c4.rows:
+                first = tiers.c4._tail_base(slot) // rows.rows_per_page
+                _spoil(rows, slice(first, first + TAIL_C4_ROWS // rows.rows_per_page))
+
+    def freed(slot: int) -> None:
+        free(slot)
+        spoil(slot)
+
+    def swapped(seq: Sequence) -> None:
+        swap(seq)
+        spoil(tiers.scratch_slot)
+
+    tiers.tails.free, tiers.swap_tail = freed, swapped  # type: ignore[method-assign]
 
 
 def _deal_at_random(pool: PagePool, draw: random.Random) -> None:
