@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,11 @@ from dsv4_tierd.tiering.store.protocol import ObjectKind, PrefixStore
 from dsv4_tierd.tiering.store.tiered import TieredStore
 from fake_l2 import Bucket, open_fake
 from hostile_store import HostileStore
+from lmcache_cases import open_adapter
 from redis_cases import open_redis
 from small_models import Model, text
 from store_cases import IDENTITY, open_disk
-from tiered_cases import hostile, tiered_config
+from tiered_cases import PATIENT_S, hostile, tiered_config
 from world import MIB, World
 
 WORDS = text(31, 8192 + 37)
@@ -71,7 +73,12 @@ def alone(model: Model) -> list[int]:
 Opener = Callable[[str], PrefixStore]
 
 
-@pytest.fixture(params=["disk", "redis", "lmcache", "disk_and_redis", "disk_and_lmcache"])
+KINDS = ["disk", "redis", "lmcache", "disk_and_redis", "disk_and_lmcache"]
+if find_spec("lmcache"):  # its own adapter, then, and not only our stand-in for one
+    KINDS += ["fs_native", "disk_and_fs_native"]
+
+
+@pytest.fixture(params=KINDS)
 def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
     """Call with a machine's name: its store, which shares with the others of this test."""
     if request.param == "disk":
@@ -83,13 +90,15 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
     def remote() -> PrefixStore:
         if "redis" in request.param:
             return open_redis(url, bytes_max=BUDGET, deadline_s=5.0)
+        if "fs_native" in request.param:
+            spec = {"type": "fs_native", "base_path": str(tmp_path / "far")}
+            return open_adapter(spec, bytes_max=BUDGET)
         return open_fake(bucket, bytes_max=BUDGET)
 
     if not request.param.startswith("disk"):
         return lambda _: remote()
-    return lambda machine: TieredStore(
-        open_disk(tmp_path / machine, bytes_max=BUDGET), remote(), tiered_config()
-    )
+    patient = tiered_config(deadline_s=PATIENT_S)
+    return lambda machine: TieredStore(_local(tmp_path / machine), remote(), patient)
 
 
 def test_one_computes_and_another_continues(model: Model, alone: list[int], shared: Opener) -> None:
@@ -113,7 +122,8 @@ def test_while_the_first_still_runs(
 
     def open_one(machine: str) -> PrefixStore:
         far = open_fake(bucket) if kind == "lmcache" else open_redis(url, bytes_max=BUDGET)
-        return TieredStore(open_disk(tmp_path / machine, bytes_max=BUDGET), far, tiered_config())
+        patient = tiered_config(deadline_s=PATIENT_S)
+        return TieredStore(_local(tmp_path / machine), far, patient)
 
     second = engine(model, open_one("second"))
     assert ask(second, text(5, 300))[1] == 0.0

@@ -14,7 +14,7 @@ from dsv4_tierd.tiering.store.lmcache import LMCacheConfig, LMCacheStore
 from dsv4_tierd.tiering.store.lmcache_shelf import Name
 from store_cases import IDENTITY
 
-DEADLINE_S = 0.3
+DEADLINE_S = 1.0
 POLL_S = 0.02
 
 

@@ -10,13 +10,16 @@ from dsv4_tierd.tiering.store.tiered import TieredConfig, TieredStore, WritePoli
 from hostile_store import HostileStore
 from store_cases import IDENTITY, open_disk
 
-DEADLINE_S = 0.2
+DEADLINE_S = 0.4
+PATIENT_S = 10.0
 RETRY_S = 0.3
 
 
-def tiered_config(policy: WritePolicy = WritePolicy.THROUGH) -> TieredConfig:
-    """Short times."""
-    return TieredConfig(policy, DEADLINE_S, retry_after_s=RETRY_S, close_s=1.0)
+def tiered_config(
+    policy: WritePolicy = WritePolicy.THROUGH, deadline_s: float = DEADLINE_S
+) -> TieredConfig:
+    """Short times; ``deadline_s`` for tests that a busy machine must not fail."""
+    return TieredConfig(policy, deadline_s, retry_after_s=RETRY_S, close_s=1.0)
 
 
 def open_tiered(
@@ -37,7 +40,7 @@ class SettledTiered(TieredStore):
 def open_settled(folder: Path) -> TieredStore:
     """Two folders, always in step."""
     local, remote = open_disk(folder / "local"), open_disk(folder / "remote")
-    return SettledTiered(local, remote, tiered_config())
+    return SettledTiered(local, remote, tiered_config(deadline_s=PATIENT_S))
 
 
 def hostile() -> HostileStore:

@@ -151,108 +151,121 @@ class Backend:
         self.store.close()
 
 
+class _Adapter:
+    """LMCache's L2 interface over a ``Backend``: all of it but the base class."""
+
+    _bitmap: Callable[[int], Any]
+    _result: Callable[[bool, int], Any]
+    _notifier: Callable[[], Any]
+    _notify_keys_stored: Callable[[list[Any], list[int]], None]
+    _notify_keys_accessed: Callable[[list[Any]], None]
+    _notify_keys_deleted: Callable[[list[Any], list[int]], None]
+
+    def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
+        self._backend = Backend(params)
+        super().__init__(max_capacity_bytes=self._backend.bytes_max)  # type: ignore[call-arg]
+        self._store_efd, self._lookup_efd, self._load_efd = (self._notifier() for _ in range(3))
+        # Counted from what is there, so that a restart forgets nothing.
+        self._bytes_by_cache_salt = self._backend.bytes_by_salt()
+        self._total_bytes_used = sum(self._bytes_by_cache_salt.values())
+
+    def get_store_event_fd(self) -> int:
+        return int(self._store_efd.fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return int(self._lookup_efd.fileno())
+
+    def get_load_event_fd(self) -> int:
+        return int(self._load_efd.fileno())
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        def work() -> Any:
+            fresh, sizes = self._backend.put(keys, objects)
+            if fresh:
+                self._notify_keys_stored(fresh, sizes)
+            return self._result(True, sum(sizes))
+
+        return self._backend.submit(
+            "store", work, lambda: self._result(False, 0), self._store_efd.notify
+        )
+
+    def pop_completed_store_tasks(self) -> dict[int, Any]:
+        return self._backend.pop_all("store")
+
+    def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: object) -> int:
+        def work() -> Any:
+            there = self._backend.store.has([object_key(key) for key in keys])
+            return _bits(self._bitmap, there)
+
+        return self._backend.submit(
+            "lookup", work, lambda: self._bitmap(len(keys)), self._lookup_efd.notify
+        )
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Any:
+        return self._backend.pop("lookup", task_id)
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        """Nothing is locked: an object evicted since is a miss."""
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        def work() -> Any:
+            pairs = zip(keys, objects, strict=True)
+            there = [self._backend.read(key, item) for key, item in pairs]
+            loaded = [key for key, is_there in zip(keys, there, strict=True) if is_there]
+            if loaded:
+                self._notify_keys_accessed(loaded)
+            return _bits(self._bitmap, there)
+
+        return self._backend.submit(
+            "load", work, lambda: self._bitmap(len(keys)), self._load_efd.notify
+        )
+
+    def query_load_result(self, task_id: int) -> Any:
+        return self._backend.pop("load", task_id)
+
+    def delete(self, keys: list[Any]) -> None:
+        try:
+            gone, sizes = self._backend.remove(keys)
+        except TierError as error:
+            log.warning("store: objects of LMCache's are not deleted yet: %s", error)
+            return
+        if gone:
+            self._notify_keys_deleted(gone, sizes)
+
+    def report_status(self) -> dict[str, Any]:
+        usage = self._backend.store.usage()
+        return {
+            "is_healthy": usage.up,
+            "type": "TierdL2Adapter",
+            "objects": usage.objects,
+            "bytes_used": usage.bytes_used,
+            "bytes_max": usage.bytes_max,
+            "checksum_failures": usage.checksum_failures,
+            "evicted_objects": usage.evicted_objects,
+        }
+
+    def close(self) -> None:
+        self._backend.close()
+        for efd in (self._store_efd, self._lookup_efd, self._load_efd):
+            with contextlib.suppress(OSError):
+                efd.close()
+
+
 @functools.cache
 def adapter_class() -> type:
     """``TierdL2Adapter``. Raises ImportError: there is no LMCache."""
     quiet_lmcache()
-    base = importlib.import_module("lmcache.v1.distributed.l2_adapters.base")
-    bitmap: Any = importlib.import_module("lmcache.lmcache_native").Bitmap
-    result: Any = importlib.import_module("lmcache.v1.distributed.internal_api").L2StoreResult
-    notifier: Any = importlib.import_module("lmcache.v1.platform").create_event_notifier
-
-    class TierdL2Adapter(base.L2AdapterInterface):  # type: ignore[misc, name-defined]
-        """LMCache's L2 interface over a ``Backend``."""
-
-        def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
-            self._backend = Backend(params)
-            super().__init__(max_capacity_bytes=self._backend.bytes_max)
-            self._store_efd, self._lookup_efd, self._load_efd = (notifier() for _ in range(3))
-            # Counted from what is there, so that a restart forgets nothing.
-            self._bytes_by_cache_salt = self._backend.bytes_by_salt()
-            self._total_bytes_used = sum(self._bytes_by_cache_salt.values())
-
-        def get_store_event_fd(self) -> int:
-            return int(self._store_efd.fileno())
-
-        def get_lookup_and_lock_event_fd(self) -> int:
-            return int(self._lookup_efd.fileno())
-
-        def get_load_event_fd(self) -> int:
-            return int(self._load_efd.fileno())
-
-        def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-            def work() -> Any:
-                fresh, sizes = self._backend.put(keys, objects)
-                if fresh:
-                    self._notify_keys_stored(fresh, sizes)
-                return result(True, sum(sizes))
-
-            return self._backend.submit(
-                "store", work, lambda: result(False, 0), self._store_efd.notify
-            )
-
-        def pop_completed_store_tasks(self) -> dict[int, Any]:
-            return self._backend.pop_all("store")
-
-        def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: object) -> int:
-            def work() -> Any:
-                there = self._backend.store.has([object_key(key) for key in keys])
-                return _bits(bitmap, there)
-
-            return self._backend.submit(
-                "lookup", work, lambda: bitmap(len(keys)), self._lookup_efd.notify
-            )
-
-        def query_lookup_and_lock_result(self, task_id: int) -> Any:
-            return self._backend.pop("lookup", task_id)
-
-        def submit_unlock(self, keys: list[Any]) -> None:
-            """Nothing is locked: an object evicted since is a miss."""
-
-        def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-            def work() -> Any:
-                pairs = zip(keys, objects, strict=True)
-                there = [self._backend.read(key, item) for key, item in pairs]
-                loaded = [key for key, is_there in zip(keys, there, strict=True) if is_there]
-                if loaded:
-                    self._notify_keys_accessed(loaded)
-                return _bits(bitmap, there)
-
-            return self._backend.submit(
-                "load", work, lambda: bitmap(len(keys)), self._load_efd.notify
-            )
-
-        def query_load_result(self, task_id: int) -> Any:
-            return self._backend.pop("load", task_id)
-
-        def delete(self, keys: list[Any]) -> None:
-            try:
-                gone, sizes = self._backend.remove(keys)
-            except TierError as error:
-                log.warning("store: objects of LMCache's are not deleted yet: %s", error)
-                return
-            if gone:
-                self._notify_keys_deleted(gone, sizes)
-
-        def report_status(self) -> dict[str, Any]:
-            usage = self._backend.store.usage()
-            return {
-                "is_healthy": usage.up,
-                "type": "TierdL2Adapter",
-                "objects": usage.objects,
-                "bytes_used": usage.bytes_used,
-                "bytes_max": usage.bytes_max,
-                "checksum_failures": usage.checksum_failures,
-                "evicted_objects": usage.evicted_objects,
-            }
-
-        def close(self) -> None:
-            self._backend.close()
-            for efd in (self._store_efd, self._lookup_efd, self._load_efd):
-                with contextlib.suppress(OSError):
-                    efd.close()
-
-    return TierdL2Adapter
+    base = importlib.import_module("lmcache.v1.distributed.l2_adapters.base").L2AdapterInterface
+    own = {
+        "__doc__": "LMCache's L2 interface over a folder of this project's disk store.",
+        "__module__": __name__,
+        "_bitmap": importlib.import_module("lmcache.lmcache_native").Bitmap,
+        "_result": importlib.import_module("lmcache.v1.distributed.internal_api").L2StoreResult,
+        "_notifier": staticmethod(
+            importlib.import_module("lmcache.v1.platform").create_event_notifier
+        ),
+    }
+    return type("TierdL2Adapter", (_Adapter, base), own)
 
 
 def _bits(bitmap: Any, there: Sequence[bool]) -> Any:

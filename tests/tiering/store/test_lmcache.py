@@ -29,7 +29,7 @@ from fake_l2 import DEADLINE_S, POLL_S, Bucket, FakeKit, open_fake
 from redis_cases import eventually
 from store_cases import IDENTITY, chain, page, present, read, resume, tail
 
-SLACK_S = 0.4
+SLACK_S = 1.0
 
 
 @pytest.fixture(params=["first_wins", "last_wins"])
