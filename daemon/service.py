@@ -137,12 +137,14 @@ class Service:
         if record.pinned_tier is not None:
             await bridge.tell(lambda op: PinSession(op_id=op, session_id=session.uid, pinned=True))
 
-    async def forget_in_worker(self, session: Session) -> None:
-        """The worker's idea of the session is doubtful: it is opened afresh before its next use."""
+    def forget_in_worker(self, session: Session) -> None:
+        """The worker's idea of the session is doubtful: it is opened afresh before its next use.
+
+        Never waits, so that a caller who is being cancelled can do it.
+        """
         opened_in, session.opened_in = session.opened_in, 0
         if self.worker.is_up and (bridge := self.worker.bridge()).incarnation == opened_in:
-            uid = session.uid
-            await bridge.tell(lambda op: CloseSession(op_id=op, session_id=uid))
+            bridge.send_soon(CloseSession(op_id=NOBODY, session_id=session.uid))
 
     async def on_worker_ready(self, bridge: Bridge) -> None:
         """A new worker keeps old promises: pinned sessions are opened at once."""
@@ -184,7 +186,11 @@ class Service:
             session.run, session.pending_ids = run, work.append_ids
             await self._send(bridge, session, work, run)
         except BaseException:
+            unread = session.run
             session.leave()
+            if unread is not None:  # its frame may be under way, and nobody will read the answer
+                unread.cancel()
+                self.forget_in_worker(session)
             raise
         self.running.add(run)
         self._idle.clear()
@@ -214,7 +220,7 @@ class Service:
                 )
             except TierError as error:
                 log.info("session=%s is opened afresh: %s", session.id, error.message)
-                await self.forget_in_worker(session)
+                self.forget_in_worker(session)
         await self.keep_tokens(session, session.transcript.cut(to), b"", Turn.NONE)
 
     async def _send(self, bridge: Bridge, session: Session, work: Work, run: Run) -> None:
@@ -241,7 +247,7 @@ class Service:
             if isinstance(end, Done) and not session.ephemeral:
                 end = await self._keep(session, work, run, end)
             if isinstance(end, Failed) and session.ephemeral:
-                await self.forget_in_worker(session)
+                self.forget_in_worker(session)
         except TierError as error:
             end = _failed(run, error)
         finally:
@@ -264,14 +270,14 @@ class Service:
         end = await asyncio.shield(run.ended)
         if isinstance(end, Failed) and end.code in _REOPEN and not session.ephemeral:
             log.warning("session=%s is told to the engine again: %s", session.id, end.message)
-            await self.forget_in_worker(session)
+            self.forget_in_worker(session)
             run.ended = asyncio.get_running_loop().create_future()
             await self._send(self.bridge(), session, work, run)
             end = await asyncio.shield(run.ended)
         if isinstance(end, Failed) and (run.generated or not _was_refused(end)):
-            await self.forget_in_worker(session)  # it may hold words that are not kept
+            self.forget_in_worker(session)  # it may hold words that are not kept
         if run.flooded:
-            await self.forget_in_worker(session)
+            self.forget_in_worker(session)
             return _failed(run, TierError("the engine sent more than it was allowed to"))
         return end
 
@@ -281,7 +287,7 @@ class Service:
                 session, session.transcript, work.append_ids + run.generated.tobytes(), work.turn
             )
         except StoreUnavailable as error:
-            await self.forget_in_worker(session)
+            self.forget_in_worker(session)
             return _failed(run, error)
         return end
 

@@ -223,7 +223,12 @@ async def start_runs(service: Service, ask: Ask) -> tuple[list[Run], Usage | Non
         return [await service.submit(session, work)], None
     service.check_room(session, replace(work, append_ids=ask.prompt_ids, prompt_ids=None))
     prompt = await service.submit(session, replace(work, max_tokens=0, close_after=False))
-    usage = (await service.finish_run(prompt)).usage
+    try:
+        usage = (await service.finish_run(prompt)).usage
+    except BaseException:
+        if session.ephemeral:
+            service.forget_in_worker(session)
+        raise
     if session.ephemeral:
         session.ephemeral_tokens = prompt_tokens
     return await _start_choices(service, session, work, ask), usage
@@ -239,8 +244,9 @@ async def _start_choices(service: Service, session: Session, work: Work, ask: As
             runs.append(await service.submit(one, replace(part, close_after=one.ephemeral)))
     except BaseException:
         cancel_all(runs)
-        for one in forks[len(runs) :]:
-            await service.forget_in_worker(one)
+        for one in [session, *forks][len(runs) :]:
+            if one.ephemeral:
+                service.forget_in_worker(one)
         raise
     return runs
 

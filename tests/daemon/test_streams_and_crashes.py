@@ -312,3 +312,37 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
         return "Z"
+
+
+async def test_leaving_while_the_request_is_being_sent_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client who goes while the engine's socket is full: the request ends, the words stay."""
+    async with run_daemon(tmp_path, stream_credit_tokens=16) as daemon:
+        await daemon.ok("POST", "/v1/sessions", {"id": "a"})
+        await daemon.ok("POST", GENERATE, {"token_ids": [5], "max_tokens": 1})
+        session = daemon.service.sessions.get("", "a")
+        room = asyncio.Event()
+        monkeypatch.setattr(daemon.service.bridge(), "_drain", room.wait)
+        body = {"token_ids": [6], "max_tokens": 10_000, "stream": True}
+        task = asyncio.create_task(daemon.call("POST", GENERATE, body))
+        await daemon.until(lambda: session.run is not None)
+        task.cancel()
+        await daemon.until(lambda: not session.is_busy)
+        room.set()
+        await daemon.until(lambda: daemon.service.bridge().requests == 0, 3)
+        assert await counter(daemon, "cancelled") == 1
+        answer = await daemon.ok("POST", GENERATE, {"max_tokens": 2})
+        assert answer["token_ids"] == expected([5, *expected([5], 1)], 2)
+
+
+async def test_leaving_before_the_choices_begin_leaves_nothing(tmp_path: Path) -> None:
+    """The prompt of several choices is cancelled, and its session is gone from the engine."""
+    async with run_daemon(tmp_path, "prefill_s=1") as daemon:
+        body = {"prompt": [5], "max_tokens": 10, "n": 3}
+        task = asyncio.create_task(daemon.call("POST", "/v1/completions", body))
+        await daemon.until(lambda: daemon.service.running)
+        task.cancel()
+        await daemon.until(lambda: not daemon.service.running, 3)
+        await daemon.service.worker.refresh_stats(2)
+        assert daemon.service.worker.gauges()["sessions_open"] == 0

@@ -247,7 +247,7 @@ class FakeWorker:
             reason = "cancelled"
             self.counters["cancelled"] = self.counters.get("cancelled", 0) + 1
         if m.ephemeral:
-            del self.sessions[m.session_id]
+            self.sessions.pop(m.session_id, None)
         done = Done(
             request_id=m.request_id,
             finish_reason=reason,  # type: ignore[arg-type]
