@@ -232,15 +232,21 @@ class Journal:
         return self._file.size_bytes
 
     async def commit(self, events: Sequence[AnyEvent]) -> None:
-        """Durable and applied when it returns; StoreUnavailable: neither."""
-        if not events:
-            return
+        """Durable and applied when it returns; StoreUnavailable: neither.
+
+        Cancelling the caller does not call the events back.
+        """
+        if events:
+            await asyncio.shield(self.queue(events))
+
+    def queue(self, events: Sequence[AnyEvent]) -> asyncio.Future[None]:
+        """What ``commit`` waits for: done when the events are durable and applied."""
         if self._closed:
             raise StoreUnavailable("the journal is closed")
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((events, done))
         self._wake.set()
-        await asyncio.shield(done)
+        return done
 
     async def run(self) -> None:
         """The writer; one a process. Ends after ``close``."""

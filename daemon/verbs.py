@@ -73,11 +73,19 @@ async def create(
 
 
 async def _commit_new(service: Service, session: Session, events: Sequence[AnyEvent]) -> None:
-    try:
-        await service.journal.commit(events)
-    except BaseException:
+    """Keep the session exactly if its events are kept, even if the caller does not wait."""
+
+    def unmake() -> None:
         service.sessions.remove(session)
+        service.forget_in_worker(session)
+
+    try:
+        kept = service.journal.queue(events)
+    except TierError:
+        unmake()
         raise
+    kept.add_done_callback(lambda done: None if done.exception() is None else unmake())
+    await asyncio.shield(kept)
 
 
 async def fork(service: Service, source: Session, id: str | None, at: int | None) -> Session:
@@ -243,12 +251,19 @@ async def close(service: Service, session: Session, *, expired: bool = False) ->
             ]
             drop_from = await asyncio.to_thread(first_private_block, record.transcript, others)
             await service.ensure_open(bridge, session)
+            session.opened_in = 0  # whatever becomes of the answer
             await bridge.ask(
                 lambda op: CloseSession(op_id=op, session_id=session.uid, drop_from=drop_from)
             )
-            session.opened_in = 0
-        await service.journal.commit([Deleted(uid=session.uid, expired=expired)])
-        service.sessions.remove(session)
+        kept = service.journal.queue([Deleted(uid=session.uid, expired=expired)])
+        kept.add_done_callback(
+            lambda done: _closed(service, session, expired) if done.exception() is None else None
+        )
+        await asyncio.shield(kept)
+
+
+def _closed(service: Service, session: Session, expired: bool) -> None:
+    service.sessions.remove(session)
     session.tell("closed", {"expired": expired})
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -265,3 +267,57 @@ async def test_everything_is_there_after_a_restart_of_the_daemon(
         for name, ids in [("a", whole), ("b", whole[:4])]:
             answer = await daemon.ok("POST", f"/v1/sessions/{name}/generate", {"max_tokens": 2})
             assert answer["token_ids"] == expected(ids, 2)
+
+
+@pytest.mark.parametrize("verb", ["create", "fork", "delete"])
+async def test_leaving_while_the_journal_writes_leaves_one_truth(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """What is made or deleted is so for the API and the journal alike, though nobody waited."""
+    await daemon.ok("POST", "/v1/sessions", {"id": "a"})
+    await daemon.ok("POST", "/v1/sessions/a/generate", {"token_ids": [5], "max_tokens": 1})
+    journal, may_write = daemon.service.journal, threading.Event()
+    write, writing = journal._file.write, threading.Event()
+
+    def slow(events: Any) -> None:
+        writing.set()
+        may_write.wait()
+        write(events)
+
+    monkeypatch.setattr(journal._file, "write", slow)
+    method, path, body = {
+        "create": ("POST", "/v1/sessions", {"id": "b"}),
+        "fork": ("POST", "/v1/sessions/a/fork", {"id": "b"}),
+        "delete": ("DELETE", "/v1/sessions/a", None),
+    }[verb]
+    task = asyncio.create_task(daemon.call(method, path, body))
+    await daemon.until(writing.is_set)
+    task.cancel()
+    await asyncio.sleep(0.1)  # the server sees the client leave
+    may_write.set()
+    there = {"a"} if verb != "delete" else set()
+    made = {"b"} if verb != "delete" else set()
+    await daemon.until(lambda: {r.id for r in journal.ledger.records.values()} == there | made)
+    listed = await daemon.ok("GET", "/v1/sessions")
+    assert {session["id"] for session in listed["data"]} == there | made
+    status, _, _ = await daemon.call("POST", "/v1/sessions", {"id": "b" if made else "a"})
+    assert status == (409 if made else 201)
+
+
+async def test_a_fork_that_is_not_kept_leaves_nothing_in_the_engine(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk refuses the fork; its name is free and the engine has forgotten it."""
+    await daemon.ok("POST", "/v1/sessions", {"id": "a"})
+    await daemon.ok("POST", "/v1/sessions/a/generate", {"token_ids": [5], "max_tokens": 1})
+
+    def full(_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(daemon.service.journal._file, "write", full)
+        status, found, _ = await daemon.call("POST", "/v1/sessions/a/fork", {"id": "b"})
+    assert (status, found["error"]["code"]) == (503, "store_unavailable")
+    await daemon.service.worker.refresh_stats(2)
+    assert daemon.service.worker.gauges()["sessions_open"] == 1
+    await daemon.ok("POST", "/v1/sessions/a/fork", {"id": "b"})
