@@ -102,8 +102,12 @@ class Coordinator:
     # ------------------------------------------------------------ state
     @property
     def up(self) -> bool:
-        """Whether there is a store and it is being asked."""
-        return self._store is not None and time.monotonic() >= self._retry_at
+        """Whether there is a store and it is being asked; not while late reads fill every place."""
+        return (
+            self._store is not None
+            and time.monotonic() >= self._retry_at
+            and (self.can_load or not all(load.abandoned for load in self._loads.values()))
+        )
 
     @property
     def has_store(self) -> bool:
@@ -300,13 +304,14 @@ class Coordinator:
         objects: list[StoredObject] = []
         size = sum(write.byte_count for write in self._writes)
         for key, node in list(self._dirty.items()):
-            there = node.mirror if key.kind is ObjectKind.PAGE else node.resume
-            if node.key is None or there == NO_PAGE:
+            if not _in_memory(node, key.kind):
                 del self._dirty[key]  # given up before it was written
                 continue
-            payload = bytes(_bytes_of(self._target(key.kind, there)))
-            if size and size + len(payload) > self._limits.write_bytes_max:
+            there = node.mirror if key.kind is ObjectKind.PAGE else node.resume
+            source = _bytes_of(self._target(key.kind, there))
+            if size and size + len(source) > self._limits.write_bytes_max:
                 break
+            payload = bytes(source)
             size += len(payload)
             del self._dirty[key]
             parent = node.parent.key if node.parent is not None else None
@@ -340,7 +345,9 @@ class Coordinator:
                 self._recheck(write)  # it answers: no reason to leave it alone
             else:
                 self._back_off(str(error))
-            self._dirty = dict(sorted(self._dirty.items(), key=lambda item: item[1].depth))
+            # What was given up meanwhile goes, or it would pile up while the store is away.
+            held = (item for item in self._dirty.items() if _in_memory(item[1], item[0].kind))
+            self._dirty = dict(sorted(held, key=lambda item: item[1].depth))
 
     def _recheck(self, write: _Write) -> None:
         """The store gave up blocks before these without telling: write those again first."""
@@ -361,6 +368,12 @@ class Coordinator:
 def _key(node: Node, kind: ObjectKind) -> ObjectKey:
     assert node.key is not None
     return ObjectKey(kind, node.tenant, node.key)
+
+
+def _in_memory(node: Node, kind: ObjectKind) -> bool:
+    """Whether the block is known and its bytes are in host memory."""
+    place = node.mirror if kind is ObjectKind.PAGE else node.resume
+    return node.key is not None and place != NO_PAGE
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -285,6 +285,38 @@ def test_a_read_that_hangs_for_ever_stops_no_request(warm: Rig) -> None:
     finish(warm, actor)
 
 
+def test_a_store_whose_reads_all_hang_is_away_until_one_ends(warm: Rig) -> None:
+    """Late reads in every place: nothing waits for a place to get free, whatever is stored."""
+    warm.tiers.coordinator._limits = StoreLimits(loads_max=2)
+    actor = warm.open()
+    assert not warm.puppet.ready(actor)
+    assert len(warm.readers) == 2
+    warm.clock.now += 11
+    warm.tiers.coordinator.poll()
+    warm.puppet.close(actor)
+    warm.clock.now += 6
+    assert not warm.tiers.coordinator.up
+    seq = warm.puppet.open(actor)
+    assert seq.reused.total == 0 and warm.puppet.ready(actor)
+    finish(warm, actor)
+    warm.readers.run_one()
+    warm.tiers.coordinator.poll()
+    assert warm.tiers.coordinator.up
+
+
+def test_what_is_evicted_while_the_store_is_away_does_not_pile_up(rig: Rig) -> None:
+    """Each failed write forgets what can no longer be written."""
+    rig.tiers.coordinator._limits = StoreLimits(write_bytes_max=1)
+    rig.store.down = True
+    rig.puppet.run(TOKENS[:300] + 1)
+    rig.puppet.drop_tail(rig.puppet.run(TOKENS))
+    assert rig.tiers.coordinator.dirty_count == 2 + 6
+    rig.tiers.evictor.drop_subtree(rig.tiers.tree.nodes[rig.key(0).digest])
+    rig.clock.now += 6
+    rig.write()
+    assert rig.tiers.coordinator.dirty_count == 2, "a page and its point"
+
+
 def test_a_cancelled_read_keeps_its_page_until_it_ends(warm: Rig) -> None:
     """Nobody else gets a page that a read may still write to."""
     actor = warm.open()
