@@ -20,6 +20,7 @@ from dsv4_tierd.engine.sampler import draw
 from dsv4_tierd.engine.scheduler import Scheduler
 from dsv4_tierd.engine.session import Session
 from dsv4_tierd.tiering.errors import HostPoolExhausted, TierError
+from dsv4_tierd.tiering.idle import IdleTails
 from dsv4_tierd.tiering.manager import StaleStart, TierManager
 from dsv4_tierd.tiering.retention import Retention
 
@@ -133,6 +134,8 @@ class Engine:
     def _stored_tail_ready(self, session: Session) -> bool:
         """Fetch a tail that suspend wrote. False: it is on its way."""
         stored = session.stored_tail
+        if session.tail is not None and IdleTails.lost(session.tail):
+            self._drop_tail(session)  # the store may still have what it was
         if stored is None or not stored.usable or session.tail is not None:
             return True
         if stored.fetch is None:
@@ -174,6 +177,9 @@ class Engine:
             self.scheduler.requeue(request)
         except TierError as error:
             self.fail(request, error)
+        else:
+            if request.seq is None:  # a stored tail is on its way
+                self.scheduler.requeue(request)
 
     # ------------------------------------------------------------ prefill
     def _prefill(self) -> bool:

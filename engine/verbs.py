@@ -29,6 +29,7 @@ from dsv4_tierd.tiering.errors import (
     StoreUnavailable,
     TierError,
 )
+from dsv4_tierd.tiering.idle import IdleTails
 from dsv4_tierd.tiering.replay import has_point
 from dsv4_tierd.tiering.retention import Suspension
 
@@ -155,7 +156,7 @@ class Verbs:
         tiers, request = self._engine.tiers, source.request
         if request is not None and request.seq is not None and request.seq.began:
             twin.tail = tiers.snapshot(request.seq)
-        elif source.tail is not None:
+        elif source.tail is not None and not IdleTails.lost(source.tail):
             twin.tail = tiers.idle.share(source.tail)
         elif len(twin.transcript) == length and source.stored_tail is not None:
             stored = source.stored_tail
@@ -355,7 +356,7 @@ class Verbs:
         session = self._find(message.session_id)
         path = self._engine.tiers.match(session.transcript, session.salt, len(session.transcript))
         positions = [node.depth * BLOCK_TOKENS for node in path if has_point(node)]
-        if session.tail is not None:
+        if session.tail is not None and not IdleTails.lost(session.tail):
             positions.append(session.tail.position)
         return m.Ack(op_id=message.op_id, positions=tuple(positions))
 

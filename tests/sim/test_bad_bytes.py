@@ -146,6 +146,47 @@ def test_a_stored_tail_of_words_that_were_taken_back_is_not_used(micro: Model) -
     finish(world)
 
 
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_tail_lost_in_memory_comes_back_from_the_store(micro: Model, forked: bool) -> None:
+    """A suspended session whose packed tail was given up computes only its new tokens."""
+    world = make_world(micro, HostileStore())
+    session = world.open()
+    world.generate(session, WORDS, 1)
+    assert world.op(m.SuspendSession, session_id=session).code is None
+    tail = world.engine.sessions[session].tail
+    assert tail is not None
+    world.tiers.idle.lose(tail)
+    if forked:
+        session = world.fork(session)
+    answer = world.generate(session, text(8, 3), 2)
+    assert answer.usage.computed_tokens == 1 + 3
+    assert answer.usage.store_tokens == 1100 - 1024
+    assert_true(micro, world, session, answer)
+    finish(world)
+
+
+def test_a_tail_lost_while_its_session_starts_comes_back_from_the_store(micro: Model) -> None:
+    """Given up between admission and the start, it is fetched, and the request waits for it."""
+    store = HostileStore()
+    world = make_world(micro, store)
+    session = world.open()
+    world.generate(session, WORDS, 1)
+    assert world.op(m.SuspendSession, session_id=session).code is None
+    for node in reversed(list(world.tiers.tree.nodes.values())):
+        world.tiers.evictor.evict_mirror(node)
+    tail = world.engine.sessions[session].tail
+    assert tail is not None
+    store.gate.clear()
+    request = world.submit(session, text(8, 3), 2)
+    world.step()
+    world.tiers.idle.lose(tail)
+    store.gate.set()
+    [answer] = world.run(request)
+    assert answer.usage.computed_tokens == 1 + 3
+    assert_true(micro, world, session, answer)
+    finish(world)
+
+
 def test_a_suspension_ends_when_the_store_goes_away(micro: Model) -> None:
     """503 within the store's own bounds, not never; the session goes on."""
     store = HostileStore()
