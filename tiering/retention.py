@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 from dsv4_tierd.tiering.blocks import BLOCK_TOKENS, Transcript
-from dsv4_tierd.tiering.errors import NotPinned, PinBudgetExhausted, StoreUnavailable
+from dsv4_tierd.tiering.errors import (
+    HostPoolExhausted,
+    NotPinned,
+    PinBudgetExhausted,
+    StoreUnavailable,
+)
 from dsv4_tierd.tiering.idle import IdleTails
 from dsv4_tierd.tiering.manager import TierManager
 from dsv4_tierd.tiering.radix import NO_PAGE, Node
@@ -66,7 +71,7 @@ class Retention:
     def pin(self, name: str, transcript: Transcript, tenant: str) -> None:
         """Keep the session's finished pages in host memory until unpinned; pinning again moves it.
 
-        Raises PinBudgetExhausted; then nothing has changed.
+        Raises PinBudgetExhausted, HostPoolExhausted; then nothing has changed.
         """
         path = [
             n
@@ -78,6 +83,12 @@ class Retention:
             raise PinBudgetExhausted(
                 f"{fresh} more pages on {self.pinned_pages} pinned exceed the budget of "
                 f"{self.pin_pages_max}"
+            )
+        promised = sum(1 for node in path if not node.pins and not node.refs)
+        if promised > self._manager.mirror_pool.available:
+            raise HostPoolExhausted(
+                f"{promised} pages to pin are promised to running requests, "
+                f"{self._manager.mirror_pool.available} are not"
             )
         leaf = path[-1] if path else self._manager.tree.root(tenant)
         self._manager.tree.pin(leaf)

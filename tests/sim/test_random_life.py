@@ -145,7 +145,7 @@ class Life:
         if self.sessions:
             session, pinned = self.draw.choice(self.sessions), self.draw.random() < 0.6
             ack = self.world.op(m.PinSession, session_id=session, pinned=pinned)
-            assert ack.code in (None, "pin_budget_exhausted", "not_pinned")
+            assert ack.code in (None, "pin_budget_exhausted", "host_pool_exhausted", "not_pinned")
 
     def cancel(self) -> None:
         self._check_ended()

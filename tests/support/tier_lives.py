@@ -275,7 +275,7 @@ class Lives(RuleBasedStateMachine):
         try:
             self.retention.pin(name, actor.transcript, actor.tenant)
             self.pins[name] = actor
-        except PinBudgetExhausted:
+        except (PinBudgetExhausted, HostPoolExhausted):
             assert self.retention.pin_counts() == before
 
     @rule(name=st.sampled_from("012"))

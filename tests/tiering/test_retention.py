@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from dsv4_tierd.tiering.check import check, check_idle
-from dsv4_tierd.tiering.errors import NotPinned, PinBudgetExhausted, StoreUnavailable
+from dsv4_tierd.tiering.errors import (
+    HostPoolExhausted,
+    NotPinned,
+    PinBudgetExhausted,
+    StoreUnavailable,
+)
 from dsv4_tierd.tiering.manager import TierManager
 from dsv4_tierd.tiering.retention import Retention, Suspension
 from dsv4_tierd.tiering.store.protocol import ObjectKind
@@ -91,6 +96,25 @@ def test_releasing_a_pin_frees_exactly_its_private_pages() -> None:
     rig.retention.unpin("1")
     assert rig.retention.pinned_pages == 0
     check(rig.tiers, rig.retention)
+
+
+def test_pages_promised_to_a_running_request_are_not_pinned_away() -> None:
+    """503 with the numbers; the request gets every page that it was promised."""
+    rig = Rig(pin_pages=8, mirror_pages=11, device_pages=11)
+    for actor in rig.actors:
+        rig.puppet.drop_tail(actor)
+    running = rig.puppet.actor(RANDOM.integers(0, 512, 300))
+    seq = rig.puppet.open(running, more=1500)
+    assert rig.puppet.ready(running)
+    before = rig.state()
+    with pytest.raises(HostPoolExhausted, match="pages to pin"):
+        rig.pin(2)
+    assert rig.state() == before
+    check(rig.tiers, rig.retention)
+    running.transcript.append(RANDOM.integers(0, 512, 1500).astype(np.int32))
+    rig.puppet.prefill(seq, 1800)
+    rig.puppet.close(running, keep_tail=False)
+    check_idle(rig.tiers, rig.retention)
 
 
 def test_unpinning_what_is_not_pinned_changes_nothing() -> None:
