@@ -39,6 +39,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 KEYS_KEPT = 2_048
 KEY_CHARS_MAX = 256
+# Whose request it is, and on what: the same key under another of these is another request.
+NAMING_HEADERS = (
+    "Authorization",
+    "x-api-key",
+    "X-Cache-Salt",
+    "X-Session-Id",
+    "x-claude-code-session-id",
+)
 KEPT_BODY_BYTES_MAX = 1 << 20
 
 
@@ -98,7 +106,7 @@ def read_keys(file: Path | None) -> tuple[bytes, ...]:
         lines = file.read_text().splitlines()
     except OSError as error:
         raise BadConfig(f"cannot read {file}: {error}") from error
-    keys = tuple(line.strip().encode() for line in lines if line.strip() and line[0] != "#")
+    keys = tuple(line.strip().encode() for line in lines if line.strip()[:1] not in ("", "#"))
     if not keys:
         raise BadConfig(f"{file} holds no key")
     return keys
@@ -147,7 +155,7 @@ def idempotency() -> Any:
 
     Kept in memory, the newest 2,048; answers that ask to come back (429, 5xx) are not kept.
     """
-    kept: OrderedDict[tuple[str, str, str], _Kept] = OrderedDict()
+    kept: OrderedDict[tuple[str, ...], _Kept] = OrderedDict()
 
     @web.middleware
     async def once(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -156,7 +164,8 @@ def idempotency() -> Any:
             return await handler(request)
         if not 0 < len(key) <= KEY_CHARS_MAX:
             raise InvalidRequest(f"Idempotency-Key is 1 to {KEY_CHARS_MAX} characters")
-        name = (request.headers.get("Authorization", ""), request.path_qs, key)
+        said = (request.headers.get(header, "") for header in NAMING_HEADERS)
+        name = (key, request.path_qs, *said)
         digest = hashlib.blake2b(await request.read(), digest_size=16).digest()
         while (found := kept.get(name)) is not None:
             if found.digest != digest:
@@ -182,8 +191,8 @@ def refuse_key_on_stream(request: web.Request) -> None:
 
 
 async def _first(
-    kept: OrderedDict[tuple[str, str, str], _Kept],
-    name: tuple[str, str, str],
+    kept: OrderedDict[tuple[str, ...], _Kept],
+    name: tuple[str, ...],
     digest: bytes,
     request: web.Request,
     handler: Handler,
@@ -199,7 +208,7 @@ async def _first(
         return response
     finally:
         mine.answer.set_result(keep)
-        if keep is None:
+        if keep is None and kept.get(name) is mine:
             del kept[name]
         while len(kept) > KEYS_KEPT:
             kept.popitem(last=False)

@@ -168,10 +168,10 @@ async def test_a_body_that_is_too_long_is_413(tmp_path: Path) -> None:
 async def test_api_keys(tmp_path: Path) -> None:
     """With keys configured, only they open the API; health stays open."""
     keys = tmp_path / "keys"
-    keys.write_text("# ours\nsecret-1\nsecret-2\n")
+    keys.write_text("# ours\n  # old\nsecret-1\nsecret-2\n")
     async with run_daemon(tmp_path / "s", api_key_file=keys) as daemon:
         assert (await daemon.call("GET", "/health"))[0] == 200
-        for headers in ({}, {"Authorization": "Bearer nope"}, {"x-api-key": ""}):
+        for headers in ({}, {"Authorization": "Bearer nope"}, {"x-api-key": "# old"}):
             status, found, _ = await daemon.call("GET", "/v1/models", headers=headers)
             assert (status, found["error"]["code"]) == (401, "unauthorized")
         for headers in ({"Authorization": "Bearer secret-2"}, {"x-api-key": "secret-1"}):

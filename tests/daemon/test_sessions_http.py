@@ -213,6 +213,17 @@ async def test_expected_tokens_guards_a_repeat(daemon: Daemon) -> None:
     assert (await daemon.ok("GET", "/v1/sessions/a"))["tokens"] == 3
 
 
+@pytest.mark.parametrize("header", ["X-Cache-Salt", "X-Session-Id", "x-api-key"])
+async def test_an_idempotency_key_is_its_callers_own(daemon: Daemon, header: str) -> None:
+    """The same key and body from another tenant, caller or session is another request."""
+    body = {"prompt": [5], "max_tokens": 1}
+    ids = []
+    for who in ("one", "two", "one"):
+        headers = {"Idempotency-Key": "k", header: who}
+        ids.append((await daemon.ok("POST", "/v1/completions", body, headers=headers))["id"])
+    assert ids[0] == ids[2] != ids[1]
+
+
 async def test_idempotency_key(daemon: Daemon) -> None:
     """The same key and body give the first answer; another body, or a stream, is refused."""
     await daemon.ok("POST", "/v1/sessions", {"id": "a"})
