@@ -31,7 +31,7 @@ def run_forced(model: Model, tokens: list[int], prompt: int, **settings: object)
     The drawn token is replaced by the text's next one, so that every row is of that text.
     Returns the logits after every token.
     """
-    world = model.world(max_batch=BATCH, **settings)
+    world = model.world(max_batch=BATCH, audit=False, **settings)
     make_hostile(world, seed=7)
     probe = Probe(world)
     name = world.submit(world.open(), tokens[:prompt], len(tokens) - prompt + 1)
@@ -71,8 +71,7 @@ def test_every_chunk_size(models, hf_logits: Logits, window, chunk_tokens) -> No
     """Where a prefill is cut, down to single tokens, does not show in the logits."""
     model, tokens = models("SCH" if chunk_tokens <= 3 else "SHCHCS", window), text(1, TOKENS)
     count = TOKENS if chunk_tokens > 3 else 400  # a third of a second for a hundred chunks
-    cut = {"chunk_tokens": chunk_tokens, "audit": chunk_tokens > 3}
-    ours = run_forced(model, tokens[:count], count - 16, **MINIMAL, **cut)
+    ours = run_forced(model, tokens[:count], count - 16, chunk_tokens=chunk_tokens, **MINIMAL)
     assert largest_difference(ours, hf_logits(model, tokens)[:count]) <= TOLERANCE
 
 
