@@ -149,22 +149,19 @@ class Retention:
     ) -> Future[int] | None:
         """Forget a session's blocks from ``from_block`` on, in every tier, and its stored tail.
 
+        Blocks that a running sequence holds or a pin keeps are another's words too: they stay.
         The future is done when the stored bytes are gone; None: there is nothing stored.
         """
         manager = self._manager
         hashes = transcript.hashes[from_block:]
+        node = manager.tree.nodes.get(hashes[0]) if hashes else None
+        gone = set(manager.evictor.drop_subtree(node)) if node is not None else set()
+        gone |= {key for key in hashes if key not in manager.tree.nodes}
         keys = {
             ObjectKey(kind, tenant, key)
-            for key in hashes
+            for key in gone
             for kind in (ObjectKind.PAGE, ObjectKind.RESUME)
         }
-        node = manager.tree.nodes.get(hashes[0]) if hashes else None
-        if node is not None:
-            keys |= {
-                ObjectKey(kind, tenant, key)
-                for key in manager.evictor.drop_subtree(node)
-                for kind in (ObjectKind.PAGE, ObjectKind.RESUME)
-            }
         if tail_key is not None:
             keys.add(ObjectKey(ObjectKind.TAIL, tenant, tail_key))
         if not keys or not manager.coordinator.has_store:

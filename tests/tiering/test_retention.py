@@ -266,6 +266,27 @@ def test_dropping_forgets_private_blocks_in_every_tier() -> None:
     check_idle(rig.tiers, rig.retention)
 
 
+def test_dropping_leaves_what_a_running_sequence_holds() -> None:
+    """Its blocks stay, stored and known as stored; the blocks behind them go."""
+    store = HostileStore()
+    rig = Rig(8, store)
+    actor = rig.actors[0]
+    rig.settle(rig.suspend(actor))
+    running = rig.puppet.actor(TEXTS[0][:800])
+    rig.puppet.open(running)
+    rig.puppet.drop_tail(actor)
+    future = rig.retention.drop(actor.transcript, "", 2, None)
+    assert future is not None
+    future.result(timeout=10)
+    pages = {key.digest for key in store.naive.objects if key.kind is ObjectKind.PAGE}
+    hashes = actor.transcript.hashes
+    assert [key in pages for key in hashes] == [True, True, True, False]
+    nodes = [rig.tiers.tree.nodes.get(key) for key in hashes]
+    assert [node is not None and node.stored for node in nodes] == [True, True, True, False]
+    rig.puppet.close(running)
+    check(rig.tiers, rig.retention)
+
+
 def test_purging_a_tenant_leaves_the_others() -> None:
     """Every stored byte of the tenant goes, no byte of another does."""
     store = HostileStore()
