@@ -16,7 +16,7 @@ from dsv4_tierd.engine.model.attention import Projections
 from dsv4_tierd.engine.model.config import C4, C128
 from dsv4_tierd.engine.model.transformer import LayerConstants, Transformer
 from dsv4_tierd.kernels.layout import PAGE_TOKENS, Rows, row_pool
-from dsv4_tierd.kernels.ref.compress import compress_decode, compress_prefill
+from dsv4_tierd.kernels.ref.compress import CompressParams, compress_decode, compress_prefill
 from dsv4_tierd.kernels.ref.hadamard import to_key_basis
 from dsv4_tierd.kernels.ref.index_scores import index_scores_decode, scores_topk
 from dsv4_tierd.kernels.ref.row_store import row_store
@@ -94,49 +94,26 @@ class PrefillAttend:
         return rows, (p.positions - lowest + 1).clamp_max(size)
 
     def _all_entries(self, p: Projections, constants: LayerConstants) -> Listed:
-        assert constants.main is not None and p.main_kv is not None and p.main_gate is not None
-        rank, ring = self.ranks.of[p.layer], self.tiers.tails.c128_rings[self.ranks.of[p.layer]]
-        first = int(p.positions[0])
-        entries = compress_prefill(
-            p.main_kv,
-            p.main_gate,
-            first,
-            ring[self.seq.tail_slot],
-            constants.main,
-            ring[self.tiers.scratch_slot],
-        )
-        rows, pages = self.tiers.memory.c128[rank], self.seq.device_pages.long()
-        numbers, entries = self._new(first, entries, C128)
-        rows.write(
-            pages[numbers // C128_ROWS_PER_PAGE] * C128_ROWS_PER_PAGE
-            + numbers % C128_ROWS_PER_PAGE,
-            entries,
-        )
+        rank = self.ranks.of[p.layer]
+        rings, rows = self.tiers.tails.c128_rings[rank], self.tiers.memory.c128[rank]
+        numbers, entries = self._emit(p, p.main_kv, p.main_gate, rings, constants.main)
+        pages = self.seq.device_pages.long()
+        rows.write(_row_ids(pages, numbers, C128_ROWS_PER_PAGE), entries)
         known = torch.arange(self.stop // C128)
-        ids = pages[known // C128_ROWS_PER_PAGE] * C128_ROWS_PER_PAGE + known % C128_ROWS_PER_PAGE
-        return Listed(rows, ids, (p.positions + 1) // C128)
+        return Listed(rows, _row_ids(pages, known, C128_ROWS_PER_PAGE), (p.positions + 1) // C128)
 
     def _chosen_entries(self, p: Projections, constants: LayerConstants) -> Picked:
-        self._store_keys(p, constants)
-        tiers, seq, rank = self.tiers, self.seq, self.ranks.of[p.layer]
-        assert constants.main is not None and p.main_kv is not None and p.main_gate is not None
-        first, ring = int(p.positions[0]), tiers.tails.c4_rings[rank]
-        entries = compress_prefill(
-            p.main_kv,
-            p.main_gate,
-            first,
-            ring[seq.tail_slot],
-            constants.main,
-            ring[tiers.scratch_slot],
-        )
-        numbers, entries = self._new(first, entries, C4)
-        end = self.stop // C4
-        place = C4Place(seq.mirror_pages, tiers.scratch_slot, end)
-        tiers.c4.store_prefilled(
-            rank, place, int(numbers[0]) if len(numbers) else end, entries, end
-        )
-        chosen = self._choose(p)
-        return Picked(*tiers.c4.prefill_lookup(rank, place, chosen, end))
+        tiers, rank, end = self.tiers, self.ranks.of[p.layer], self.stop // C4
+        rings, keys = tiers.tails.index_rings[rank], tiers.memory.index_keys[rank]
+        numbers, entries = self._emit(p, p.index_kv, p.index_gate, rings, constants.index)
+        ids = _row_ids(self.seq.device_pages.long(), numbers, C4_ROWS_PER_PAGE)
+        keys.write(ids, to_key_basis(entries, keys.format.kind))
+        rings = tiers.tails.c4_rings[rank]
+        numbers, entries = self._emit(p, p.main_kv, p.main_gate, rings, constants.main)
+        place = C4Place(self.seq.mirror_pages, tiers.scratch_slot, end)
+        first = int(numbers[0]) if len(numbers) else end
+        tiers.c4.store_prefilled(rank, place, first, entries, end)
+        return Picked(*tiers.c4.prefill_lookup(rank, place, self._choose(p), end))
 
     def _choose(self, p: Projections) -> Tensor:
         assert p.index_q is not None and p.index_g is not None
@@ -145,28 +122,25 @@ class PrefillAttend:
         visible, k = (p.positions + 1) // C4, self.model.config.index_topk
         return scores_topk(q, p.index_g, keys, self.seq.device_pages, visible, k)
 
-    def _store_keys(self, p: Projections, constants: LayerConstants) -> None:
-        assert constants.index is not None and p.index_kv is not None and p.index_gate is not None
-        rank = self.ranks.of[p.layer]
-        ring, keys = self.tiers.tails.index_rings[rank], self.tiers.memory.index_keys[rank]
-        first = int(p.positions[0])
-        entries = compress_prefill(
-            p.index_kv,
-            p.index_gate,
-            first,
-            ring[self.seq.tail_slot],
-            constants.index,
-            ring[self.tiers.scratch_slot],
-        )
-        numbers, entries = self._new(first, entries, C4)
-        pages = self.seq.device_pages.long()
-        ids = pages[numbers // C4_ROWS_PER_PAGE] * C4_ROWS_PER_PAGE + numbers % C4_ROWS_PER_PAGE
-        keys.write(ids, to_key_basis(entries, keys.format.kind))
+    def _emit(
+        self,
+        p: Projections,
+        kv: Tensor | None,
+        gate: Tensor | None,
+        rings: Tensor,
+        params: CompressParams | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Feed a compressor; numbers and values of the entries that have no page yet.
 
-    def _new(self, first: int, entries: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
-        """Entry numbers and entries that have no page yet: a replay emits none."""
-        numbers = torch.arange(first // ratio, first // ratio + len(entries))
-        fresh = numbers >= self.seq.emit_from // ratio
+        The new ring goes to the scratch slot. A replay emits no entry.
+        """
+        assert kv is not None and gate is not None and params is not None
+        first, tiers = int(p.positions[0]), self.tiers
+        entries = compress_prefill(
+            kv, gate, first, rings[self.seq.tail_slot], params, rings[tiers.scratch_slot]
+        )
+        numbers = torch.arange(first // params.ratio, first // params.ratio + len(entries))
+        fresh = numbers >= self.seq.emit_from // params.ratio
         return numbers[fresh], entries[fresh]
 
 
@@ -248,19 +222,9 @@ class DecodeAttend:
         return rows, torch.where(reached >= lowest.clamp_min(0), ids, -1)
 
     def _all_entries(self, p: Projections, constants: LayerConstants) -> tuple[Rows, Tensor]:
-        assert constants.main is not None and p.main_kv is not None and p.main_gate is not None
-        rank, count = self.ranks.of[p.layer], len(self.seqs)
-        rings = self.tiers.tails.c128_rings[rank]
-        entries = compress_decode(
-            p.main_kv[:count],
-            p.main_gate[:count],
-            self.positions,
-            rings,
-            self.slots,
-            constants.main,
-        )
-        rows = self.tiers.memory.c128[rank]
-        self._store(rows, entries, C128)
+        rank = self.ranks.of[p.layer]
+        rings, rows = self.tiers.tails.c128_rings[rank], self.tiers.memory.c128[rank]
+        self._store(rows, self._pool(p.main_kv, p.main_gate, rings, constants.main), C128)
         visible = (self.positions + 1) // C128
         numbers = torch.arange(int(visible.max()))
         pages = self.device_pages[:, numbers // C128_ROWS_PER_PAGE]
@@ -268,39 +232,35 @@ class DecodeAttend:
         return rows, torch.where(numbers < visible.unsqueeze(1), ids, -1)
 
     def _chosen_entries(self, p: Projections, constants: LayerConstants) -> tuple[Rows, Tensor]:
-        assert constants.main is not None and p.main_kv is not None and p.main_gate is not None
-        rank, count = self.ranks.of[p.layer], len(self.seqs)
+        rank, c4 = self.ranks.of[p.layer], self.tiers.c4
         rings = self.tiers.tails.c4_rings[rank]
-        entries = compress_decode(
-            p.main_kv[:count],
-            p.main_gate[:count],
-            self.positions,
-            rings,
-            self.slots,
-            constants.main,
-        )
+        entries = self._pool(p.main_kv, p.main_gate, rings, constants.main)
         closed = torch.where(self.positions % C4 == C4 - 1, self.positions // C4, -1)
-        self.tiers.c4.store_decoded(rank, self.places, closed, entries)
-        return self.tiers.c4.lookup(rank, self.places, self._choose(p, constants), self.step)
+        c4.store_decoded(rank, self.places, closed, entries)
+        return c4.lookup(rank, self.places, self._choose(p, constants), self.step)
 
     def _choose(self, p: Projections, constants: LayerConstants) -> Tensor:
-        assert constants.index is not None and p.index_kv is not None and p.index_gate is not None
         assert p.index_q is not None and p.index_g is not None
         rank, count = self.ranks.of[p.layer], len(self.seqs)
         rings, keys = self.tiers.tails.index_rings[rank], self.tiers.memory.index_keys[rank]
-        entries = compress_decode(
-            p.index_kv[:count],
-            p.index_gate[:count],
-            self.positions,
-            rings,
-            self.slots,
-            constants.index,
-        )
+        entries = self._pool(p.index_kv, p.index_gate, rings, constants.index)
         self._store(keys, to_key_basis(entries, keys.format.kind), C4)
         q = to_key_basis(p.index_q[:count], keys.format.kind)
         visible = (self.positions + 1) // C4
         scores = index_scores_decode(q, p.index_g[:count], keys, self.device_pages, visible)
         return topk(scores, visible, self.model.config.index_topk)
+
+    def _pool(
+        self,
+        kv: Tensor | None,
+        gate: Tensor | None,
+        rings: Tensor,
+        params: CompressParams | None,
+    ) -> Tensor:
+        """Feed a compressor one token a sequence: [B, dim], an entry where a group closes."""
+        assert kv is not None and gate is not None and params is not None
+        count = len(self.seqs)
+        return compress_decode(kv[:count], gate[:count], self.positions, rings, self.slots, params)
 
     def _store(self, rows: Rows, entries: Tensor, ratio: int) -> None:
         """Keep the entries of the groups that closed, in each sequence's last device page."""
@@ -310,3 +270,8 @@ class DecodeAttend:
         positions, per_page = self.positions[closing], PAGE_TOKENS // ratio
         pages = self.device_pages[closing, positions // PAGE_TOKENS]
         rows.write(pages * per_page + positions // ratio % per_page, entries[closing])
+
+
+def _row_ids(pages: Tensor, numbers: Tensor, per_page: int) -> Tensor:
+    """Row ids of entries [n] of one sequence. pages: its device pages [P] int64."""
+    return pages[numbers // per_page] * per_page + numbers % per_page
