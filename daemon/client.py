@@ -44,7 +44,11 @@ _REPEATABLE = frozenset({"GET", "PUT", "DELETE"})
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds. Only silence is bounded: a stream may go on for hours, with signs of life."""
+    """Seconds. Only silence is bounded: a stream may go on for hours, with signs of life.
+
+    An answer that comes whole after long work (create, append, generate, suspend, resume) has no
+    signs of life before it; it is waited for as long as the connection lasts.
+    """
 
     connect_s: float = 5.0
     silence_s: float = 120.0
@@ -161,6 +165,7 @@ class AsyncTierd:
         self, method: str, path: str, body: Any, query: dict[str, str], headers: dict[str, str]
     ) -> Any:
         data, kind = _encode(body)
+        is_long = query.get("wait") == "true" or path.endswith("/generate")
         try:
             async with self._client().request(
                 method,
@@ -168,6 +173,7 @@ class AsyncTierd:
                 params=query,
                 data=data,
                 headers=headers | kind,
+                timeout=self._limits(None if is_long else self._timeout.silence_s),
             ) as response:
                 raw = await response.read()
                 if response.status >= 400:
@@ -213,15 +219,16 @@ class AsyncTierd:
 
     def _client(self) -> aiohttp.ClientSession:
         if self._http is None:
-            timeout = aiohttp.ClientTimeout(
-                total=None,
-                sock_connect=self._timeout.connect_s,
-                sock_read=self._timeout.silence_s,
-            )
             self._http = aiohttp.ClientSession(
-                timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+                timeout=self._limits(self._timeout.silence_s),
+                connector=aiohttp.TCPConnector(limit=0),
             )
         return self._http
+
+    def _limits(self, silence_s: float | None) -> aiohttp.ClientTimeout:
+        return aiohttp.ClientTimeout(
+            total=None, sock_connect=self._timeout.connect_s, sock_read=silence_s
+        )
 
 
 def _encode(body: Any) -> tuple[bytes | None, dict[str, str]]:

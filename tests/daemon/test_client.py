@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from daemon_harness import Daemon, expected, run_daemon
-from dsv4_tierd.daemon.client import AsyncTierd
+from dsv4_tierd.daemon.client import AsyncTierd, Timeouts
 from dsv4_tierd.daemon.client_errors import (
     BadRequestError,
     CapacityError,
@@ -159,3 +159,16 @@ def test_nothing_in_the_daemon_imports_torch(module: str) -> None:
     """The daemon and its client start without torch."""
     code = f"import dsv4_tierd.daemon.{module}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_long_work_is_waited_for_and_done_once(tmp_path: Path) -> None:
+    """A prompt that takes longer than the bound on silence is computed once, not given up."""
+    async with (
+        run_daemon(tmp_path, "prefill_s=1") as daemon,
+        AsyncTierd(daemon.url, timeout=Timeouts(silence_s=0.3)) as tierd,
+    ):
+        session = await tierd.sessions.create(token_ids=[5, 6])
+        await session.append(token_ids=[7])
+        answer = await session.generate(max_tokens=2)
+        assert answer["token_ids"] == expected([5, 6, 7], 2)
+        assert len(daemon.service.sessions) == 1
