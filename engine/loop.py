@@ -119,7 +119,7 @@ class Engine:
             except TierError as error:
                 self.fail(request, error)
         for request in self.scheduler.expired():
-            self.fail(request, self.scheduler.refusal(request))
+            self.fail(request, self.scheduler.refusal())
 
     def _open(self, request: Request) -> None:
         session = request.session

@@ -7,9 +7,9 @@ from collections import deque
 
 from dsv4_tierd.engine.request import Request, State
 from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
-from dsv4_tierd.tiering.errors import HostPoolExhausted, QueueFull
+from dsv4_tierd.tiering.errors import HostPoolExhausted, QueueFull, Refused
 
-QUEUE_TIMEOUT_S = 60.0
+QUEUE_TIMEOUT_S = 300.0
 
 
 class Scheduler:
@@ -61,11 +61,16 @@ class Scheduler:
         oldest = time.monotonic() - self.queue_timeout_s
         return [request for request in self.queue if request.queued_at < oldest]
 
-    def refusal(self, request: Request) -> HostPoolExhausted:
-        """What a request is told whose time in the queue is over."""
+    def refusal(self) -> Refused:
+        """What a request is told whose time in the queue is over: what it waited for."""
+        waited, retry_after_s = f"{self.queue_timeout_s:.0f} s", self.queue_timeout_s / 4
+        if len(self.running) >= self._running_max:
+            return QueueFull(
+                f"all {self._running_max} places were taken for {waited}",
+                retry_after_s=retry_after_s,
+            )
         return HostPoolExhausted(
-            f"no room for the request within {self.queue_timeout_s:.0f} s",
-            retry_after_s=self.queue_timeout_s / 4,
+            f"no room for the request within {waited}", retry_after_s=retry_after_s
         )
 
     def start(self, request: Request) -> None:

@@ -158,3 +158,18 @@ def test_the_first_in_line_is_not_overtaken(crowded) -> None:
     world.verbs.handle(m.Cancel(request_id=large))
     world.run(small)
     world.settle()
+
+
+def test_a_full_batch_says_so(model) -> None:
+    """Who waited only for others to end is told queue_full, not that memory is short."""
+    world = model.world(max_batch=1)
+    world.engine.scheduler.queue_timeout_s = 0.0
+    first = world.submit(world.open(), text(443, 10), 50)
+    world.step()
+    late = world.submit(world.open(), text(444, 5), 5)
+    world.step()
+    failed = world.answers[late].failed
+    assert failed is not None and failed.code == QueueFull.code
+    assert failed.retry_after_s is not None
+    world.run(first)
+    world.settle()
