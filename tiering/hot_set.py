@@ -88,9 +88,6 @@ class C4Rows(Protocol):
     def forget_page(self, mirror_page: int) -> None:
         """The mirror page is about to get other content."""
 
-    def move_tail(self, source: int, target: int) -> None:
-        """Copy the tail rows of slot ``source`` to slot ``target``."""
-
 
 class DirectRows:
     """C4 rows are read and written in the mirror pages themselves."""
@@ -134,9 +131,6 @@ class DirectRows:
 
     def forget_page(self, mirror_page: int) -> None:
         """Nothing is kept elsewhere."""
-
-    def move_tail(self, source: int, target: int) -> None:
-        """Tails have no rows of their own here."""
 
 
 class HotSet:
@@ -251,11 +245,6 @@ class HotSet:
         rows = torch.arange(first, first + C4_ROWS_PER_PAGE, device=self.residency.device)
         for layer in range(len(self.rows)):
             evict_rows(rows, self.residency[layer], self.owner[layer], self.stamp[layer])
-
-    def move_tail(self, source: int, target: int) -> None:
-        offsets = torch.arange(TAIL_C4_ROWS)
-        for hot in self.rows:
-            hot.copy_from(self._tail_base(target) + offsets, hot, self._tail_base(source) + offsets)
 
     def _tail_base(self, tail_slot: int) -> int:
         return self.hot_rows + tail_slot * TAIL_C4_ROWS
