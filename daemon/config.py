@@ -132,7 +132,6 @@ class ServeConfig:
             chunk_tokens=self.chunk_tokens,
             max_batch=self.max_batch,
             queue_max=self.queue_max,
-            max_tokens_default=self.max_tokens_default,
         )
 
 

@@ -31,7 +31,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chunk_tokens: int = 512
     max_batch: int = 8
     queue_max: int = 64
-    max_tokens_default: int = 8192
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
