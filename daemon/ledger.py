@@ -56,7 +56,7 @@ class Run(Event, frozen=True, tag="r"):
 
 
 class Moved(Event, frozen=True, tag="m"):
-    """The session's head is now here; a tail written earlier no longer fits."""
+    """The session's head is now here. A tail written earlier may not fit, and is still its own."""
 
     uid: str
     run: int | None
@@ -177,10 +177,10 @@ class Ledger:
                     used_s=event.used_s,
                     turn=Turn(event.turn),
                     suspended_tier=None,
-                    tail_key=None,
                 )
             case Suspended():
-                return replace(record, suspended_tier=event.tier, tail_key=event.tail_key)
+                key = event.tail_key or record.tail_key
+                return replace(record, suspended_tier=event.tier, tail_key=key)
             case Resumed():
                 return replace(record, suspended_tier=None)
             case Pinned():

@@ -66,7 +66,7 @@ class OpenSession(Message, frozen=True):
     session_id: str
     salt: str = ""
     token_ids: bytes = b""
-    tail_key: bytes | None = None  # 32 bytes: a tail that suspend wrote to the store
+    tail_key: bytes | None = None  # of an Ack: a tail that suspend wrote to the store
 
 
 class ForkSession(Message, frozen=True):

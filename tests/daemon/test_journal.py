@@ -99,6 +99,25 @@ def small_history(file: JournalFile, ledger: Ledger) -> list[tuple[int, dict[str
     return seen
 
 
+def test_a_stored_tail_is_known_until_its_session_goes(tmp_path: Path) -> None:
+    """Going on, or suspending to the host, leaves it to be replaced or deleted later."""
+    ledger = Ledger()
+    file = JournalFile(tmp_path, ledger)
+    write(file, ledger, [created("a")])
+    write(file, ledger, append(ledger, "a", [1, 2, 3]))
+    write(file, ledger, [Suspended(uid="a", tier="store", tail_key=b"t" * 40)])
+    write(file, ledger, append(ledger, "a", [4]))
+    assert ledger.records["a"].suspended_tier is None
+    write(file, ledger, [Suspended(uid="a", tier="host")])
+    file.close()
+    for _ in range(2):  # as written, and as a snapshot
+        again = Ledger()
+        again.apply(list(ledger.snapshot()))
+        assert again.records["a"].tail_key == b"t" * 40
+        ledger = Ledger()
+        JournalFile(tmp_path, ledger).close()
+
+
 def test_every_cut_of_the_file_gives_the_last_acknowledged_state(tmp_path: Path) -> None:
     """Truncated at any byte, the journal holds exactly what the last whole batch said."""
     (tmp_path / "whole").mkdir()

@@ -10,11 +10,12 @@ import pytest
 
 from dsv4_tierd.engine import messages as m
 from dsv4_tierd.tiering.errors import StoreUnavailable
+from dsv4_tierd.tiering.store.protocol import ObjectKind
 from hostile_store import HostileStore
 from small_models import Model, text
 from store_cases import IDENTITY, FaultyFiles, open_disk
 from truth import assert_true, assert_usage_adds_up, make_world, stats
-from world import World
+from world import World, ids_bytes
 
 WORDS = text(7, 1100)
 
@@ -143,6 +144,25 @@ def test_a_stored_tail_of_words_that_were_taken_back_is_not_used(micro: Model) -
     assert world.acks[900].tail_key is None
     answer = world.generate(session, text(8, 600), 3)
     assert_true(micro, world, session, answer)
+    finish(world)
+
+
+def test_a_deleted_session_leaves_no_older_tail_behind(micro: Model) -> None:
+    """Suspended, continued, reopened by a new engine and deleted: its stored tail goes too."""
+    store = HostileStore()
+    world = make_world(micro, store)
+    session = world.open()
+    world.generate(session, WORDS, 1)
+    key = world.op(m.SuspendSession, session_id=session).tail_key
+    world.generate(session, text(8, 3), 2)
+    words = ids_bytes(world.tokens(session))
+    world.settle()
+    world = make_world(micro, store)
+    world.verbs.handle(m.OpenSession(session_id=session, token_ids=words, tail_key=key))
+    answer = world.generate(session, text(9, 3), 2)
+    assert_true(micro, world, session, answer)
+    assert world.op(m.CloseSession, session_id=session, drop_from=0).code is None
+    assert not [key for key in store.naive.objects if key.kind is ObjectKind.TAIL]
     finish(world)
 
 
