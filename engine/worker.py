@@ -57,10 +57,15 @@ class Channel:
         try:
             while True:
                 (size,) = LENGTH.unpack(self._exactly(LENGTH.size))
-                assert size <= FRAME_BYTES_MAX, size
+                if size > FRAME_BYTES_MAX:
+                    log.error("a frame of %d bytes: the connection is given up", size)
+                    break
                 self.inbox.put(self._decoder.decode(self._exactly(size)))
         except (EOFError, OSError):
-            self.inbox.put(None)
+            pass
+        except msgspec.DecodeError:
+            log.exception("what came is no message: the connection is given up")
+        self.inbox.put(None)
 
     def _exactly(self, size: int) -> bytes:
         parts, left = [], size
@@ -132,7 +137,11 @@ def main() -> None:
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when to stop
     channel = Channel(socket.socket(fileno=arguments.socket_fd))
-    serve(channel, EngineConfig.from_json(arguments.config))
+    try:
+        serve(channel, EngineConfig.from_json(arguments.config))
+    except BaseException:
+        log.exception("the engine ends")
+        os._exit(1)  # a store call that hangs must not keep a dead engine's socket open
 
 
 if __name__ == "__main__":

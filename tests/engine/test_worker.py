@@ -1,0 +1,61 @@
+"""The engine's process at its edges: what is no message, and an end while the store hangs."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from dsv4_tierd.engine.messages import FRAME_BYTES_MAX, AskStats
+from dsv4_tierd.engine.worker import LENGTH, Channel
+
+DYING = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dsv4_tierd.engine import worker
+
+hanging = ThreadPoolExecutor(1)
+
+def serve(channel, config):
+    hanging.submit(threading.Event().wait)
+    raise AssertionError("a bug in a step")
+
+worker.serve = serve
+worker.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "frame", [LENGTH.pack(3) + b"xyz", LENGTH.pack(FRAME_BYTES_MAX + 1)], ids=["junk", "huge"]
+)
+def test_what_is_no_message_ends_the_connection(frame: bytes) -> None:
+    """Messages before it are taken; then the inbox says that the socket is closed."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(theirs)
+    message = msgspec.msgpack.encode(AskStats(op_id=7))
+    ours.sendall(LENGTH.pack(len(message)) + message + frame)
+    assert channel.inbox.get(timeout=10) == AskStats(op_id=7)
+    assert channel.inbox.get(timeout=10) is None
+    ours.close()
+
+
+def test_an_engine_that_fails_ends_though_the_store_hangs() -> None:
+    """Its socket closes at once, so that the daemon starts another."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-c", DYING, "--socket-fd", str(theirs.fileno())),
+                *("--config", '{"model": "none"}'),
+            ],
+            pass_fds=(theirs.fileno(),),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert "a bug in a step" in done.stderr
