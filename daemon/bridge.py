@@ -126,10 +126,6 @@ class Bridge:
             raise from_code(ack.code, ack.message, retry_after_s=ack.retry_after_s)
         return ack
 
-    async def tell(self, make: Callable[[int], ToWorker]) -> None:
-        """Like ``ask``, for an answer that nobody needs."""
-        await self.send(make(NOBODY))
-
     def listen(self, request_id: str, sink: RequestSink) -> None:
         assert request_id not in self._sinks
         self._sinks[request_id] = sink

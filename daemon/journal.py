@@ -26,7 +26,7 @@ import xxhash
 from dsv4_tierd.daemon.config import CannotStart
 from dsv4_tierd.daemon.ledger import AnyEvent, Ledger
 from dsv4_tierd.daemon.transcript import TokenRun
-from dsv4_tierd.tiering.errors import StoreUnavailable
+from dsv4_tierd.tiering.errors import InvalidRequest, StoreUnavailable
 
 FILE_MAGIC = b"DSV4TJ01"
 BATCH_MAGIC = 0x4A54_4256
@@ -214,6 +214,26 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+_Waiting = tuple[Sequence[AnyEvent], asyncio.Future[None]]
+
+
+def _answer(group: Iterable[_Waiting], problem: Exception | None) -> None:
+    for _, done in group:
+        if not done.done():
+            if problem is None:
+                done.set_result(None)
+            else:
+                done.set_exception(problem)
+
+
+def _refuse_unwritable(events: Sequence[AnyEvent]) -> None:
+    """Raises InvalidRequest: that is its sender's fault, and must not end the writer."""
+    try:
+        _encoder.encode(events)
+    except (OverflowError, TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"this cannot be kept: {error}") from error
+
+
 class Journal:
     """The file behind one writer task: callers await their events being durable.
 
@@ -223,7 +243,7 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self.ledger = Ledger()
         self._file = JournalFile(folder, self.ledger)
-        self._waiting: list[tuple[Sequence[AnyEvent], asyncio.Future[None]]] = []
+        self._waiting: list[_Waiting] = []
         self._wake = asyncio.Event()
         self._closed = False
 
@@ -232,17 +252,29 @@ class Journal:
         return self._file.size_bytes
 
     async def commit(self, events: Sequence[AnyEvent]) -> None:
-        """Durable and applied when it returns; StoreUnavailable: neither.
+        """Durable and applied when it returns; StoreUnavailable, InvalidRequest: neither.
 
-        Cancelling the caller does not call the events back.
+        Cancelling the caller does not call the events back. It waits for them all the same, so
+        that it never lets a session go while facts about it are under way.
         """
-        if events:
-            await asyncio.shield(self.queue(events))
+        if not events:
+            return
+        done = self.queue(events)
+        left: asyncio.CancelledError | None = None
+        while not done.done():
+            try:
+                await asyncio.wait([done])
+            except asyncio.CancelledError as error:
+                left = error
+        done.result()
+        if left is not None:
+            raise left
 
     def queue(self, events: Sequence[AnyEvent]) -> asyncio.Future[None]:
         """What ``commit`` waits for: done when the events are durable and applied."""
         if self._closed:
             raise StoreUnavailable("the journal is closed")
+        _refuse_unwritable(events)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((events, done))
         self._wake.set()
@@ -250,27 +282,28 @@ class Journal:
 
     async def run(self) -> None:
         """The writer; one a process. Ends after ``close``."""
-        while not (self._closed and not self._waiting):
-            await self._wake.wait()
-            self._wake.clear()
-            while self._waiting:
-                await self._write_waiting()
+        try:
+            while not (self._closed and not self._waiting):
+                await self._wake.wait()
+                self._wake.clear()
+                while self._waiting:
+                    await self._write_waiting()
+        finally:  # nobody waits for a writer that is gone
+            self._closed = True
+            _answer(self._waiting, StoreUnavailable("the journal is closed"))
 
     async def _write_waiting(self) -> None:
         group, self._waiting = self._waiting, []
         events = [event for part, _ in group for event in part]
-        problem: Exception | None = None
+        problem: Exception | None = StoreUnavailable("the journal's writer has ended")
         try:
             await asyncio.to_thread(self._file.write, events)
             self.ledger.apply(events)
+            problem = None
         except OSError as error:
             problem = StoreUnavailable(f"the journal cannot be written: {error}")
-        for _, done in group:
-            if not done.done():
-                if problem is None:
-                    done.set_result(None)
-                else:
-                    done.set_exception(problem)
+        finally:
+            _answer(group, problem)
         if problem is None and self._file.is_due():
             snapshot = list(self.ledger.snapshot())
             with contextlib.suppress(OSError):  # no room for a copy: the old file is still whole

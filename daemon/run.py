@@ -61,6 +61,11 @@ class Run:
             self._ready.append(message)
             self._wake.set()
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether its reader has left."""
+        return self._abandoned
+
     def publish_end(self, end: Done | Failed) -> None:
         """The service has made the end durable: the reader may see it."""
         self._offer(end)
@@ -92,8 +97,17 @@ class Run:
         """Nobody reads any more: drop what waits and tell the engine. Never blocks or raises."""
         self._abandoned = True
         self._ready.clear()
+        self.stop()
+
+    def stop(self) -> None:
+        """The engine shall end it; what it has drawn can still be read. Never blocks or raises."""
         if not self.ended.done():
             self._bridge.send_soon(Cancel(request_id=self.request_id))
+
+    def restart(self, bridge: Bridge) -> None:
+        """It was refused before it began, and is asked for once more."""
+        self._bridge = bridge
+        self.ended = asyncio.get_running_loop().create_future()
 
 
 def error_of(failed: Failed) -> TierError:

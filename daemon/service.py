@@ -28,7 +28,6 @@ from dsv4_tierd.daemon.tokenize import TextService
 from dsv4_tierd.daemon.transcript import ID_BYTES, Transcript, common_bytes
 from dsv4_tierd.daemon.worker import Worker
 from dsv4_tierd.engine.messages import (
-    Cancel,
     CloseSession,
     Done,
     Failed,
@@ -126,16 +125,17 @@ class Service:
             await bridge.send(OpenSession(session_id=session.uid, salt=session.salt))
             return
         record = session.record
-        await bridge.send(
-            OpenSession(
-                session_id=session.uid,
-                salt=session.salt,
-                token_ids=record.transcript.read(),
-                tail_key=record.tail_key,
-            )
+        opening = OpenSession(
+            session_id=session.uid,
+            salt=session.salt,
+            token_ids=record.transcript.read(),
+            tail_key=record.tail_key,
         )
-        if record.pinned_tier is not None:
-            await bridge.tell(lambda op: PinSession(op_id=op, session_id=session.uid, pinned=True))
+        if record.pinned_tier is None:
+            await bridge.send(opening)
+        else:  # both at once: an unpin that comes while the socket is full stays the last word
+            bridge.send_soon(opening)
+            await bridge.send(PinSession(op_id=NOBODY, session_id=session.uid, pinned=True))
 
     def forget_in_worker(self, session: Session) -> None:
         """The worker's idea of the session is doubtful: it is opened afresh before its next use.
@@ -250,6 +250,10 @@ class Service:
                 self.forget_in_worker(session)
         except TierError as error:
             end = _failed(run, error)
+        except Exception:
+            log.exception("bug in request %s", run.request_id)
+            self.forget_in_worker(session)
+            end = _failed(run, TierError("an error inside the daemon; its log says more"))
         finally:
             self.running.discard(run)
             if not self.running:
@@ -271,8 +275,11 @@ class Service:
         if isinstance(end, Failed) and end.code in _REOPEN and not session.ephemeral:
             log.warning("session=%s is told to the engine again: %s", session.id, end.message)
             self.forget_in_worker(session)
-            run.ended = asyncio.get_running_loop().create_future()
-            await self._send(self.bridge(), session, work, run)
+            bridge = self.bridge()
+            run.restart(bridge)
+            await self._send(bridge, session, work, run)
+            if run.is_abandoned:  # its reader left when there was nothing to cancel
+                run.stop()
             end = await asyncio.shield(run.ended)
         if isinstance(end, Failed) and (run.generated or not _was_refused(end)):
             self.forget_in_worker(session)  # it may hold words that are not kept
@@ -336,10 +343,9 @@ class Service:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
 
-    async def cancel_all(self) -> None:
-        for run in list(self.running):
-            bridge = self.worker.bridge()
-            await bridge.send(Cancel(request_id=run.request_id))
+    def cancel_all(self) -> None:
+        for run in self.running:
+            run.stop()
 
 
 def _was_refused(end: Failed) -> bool:

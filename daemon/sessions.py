@@ -50,8 +50,8 @@ def check_id(text: str) -> str:
 
 
 def check_salt(text: str) -> str:
-    """Raises InvalidRequest."""
-    if len(text) > SALT_CHARS_MAX or any(ord(c) < 32 for c in text):
+    """Raises InvalidRequest. A header's bytes that are not UTF-8 arrive as lone surrogates."""
+    if len(text) > SALT_CHARS_MAX or any(ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in text):
         raise InvalidRequest("cache_salt is at most 128 printable characters", param="cache_salt")
     return text
 
@@ -140,6 +140,11 @@ class Session:
         """Raises SessionBusy."""
         if self._busy is not None:
             raise SessionBusy(f"session {self.id!r} is {self._busy.value}: one request at a time")
+
+    def refuse_closing(self) -> None:
+        """Raises SessionBusy: what is opened in the engine now would stay there for ever."""
+        if self._busy is SessionState.CLOSING:
+            self.refuse_busy()
 
     def enter(self, state: SessionState) -> None:
         """Take the session for one request. Raises SessionBusy."""

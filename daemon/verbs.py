@@ -188,10 +188,20 @@ async def resume(service: Service, session: Session) -> None:
         await service.journal.commit([Resumed(uid=session.uid)])
 
 
+async def _opened(service: Service, session: Session) -> Bridge:
+    """The engine, which knows the session now, for a verb that does not hold it.
+
+    Raises SessionBusy: the session is being closed.
+    """
+    bridge = service.bridge()
+    session.refuse_closing()
+    await service.ensure_open(bridge, session)
+    return bridge
+
+
 async def pin(service: Service, session: Session, tier: str, ttl_s: float | None) -> None:
     """Promise host memory. Raises PinBudgetExhausted."""
-    bridge = service.bridge()
-    await service.ensure_open(bridge, session)
+    bridge = await _opened(service, session)
     await bridge.ask(lambda op: PinSession(op_id=op, session_id=session.uid, pinned=True))
     until_s = None if ttl_s is None else time.time() + ttl_s
     await service.journal.commit([Pinned(uid=session.uid, tier=tier, until_s=until_s)])
@@ -213,16 +223,14 @@ async def unpin(service: Service, session: Session) -> None:
 
 async def resume_points(service: Service, session: Session) -> tuple[int, ...]:
     """Token positions where the session can be continued without replay."""
-    bridge = service.bridge()
-    await service.ensure_open(bridge, session)
+    bridge = await _opened(service, session)
     ack = await bridge.ask(lambda op: AskResumePoints(op_id=op, session_id=session.uid))
     return ack.positions
 
 
 async def residency(service: Service, session: Session) -> tuple[TierBytes, ...]:
     """Tokens and bytes by group and tier."""
-    bridge = service.bridge()
-    await service.ensure_open(bridge, session)
+    bridge = await _opened(service, session)
     ack = await bridge.ask(lambda op: AskResidency(op_id=op, session_id=session.uid))
     return ack.residency
 
@@ -290,7 +298,7 @@ async def drain(service: Service, deadline_s: float) -> None:
         return
     bridge = service.worker.bridge()
     await service.all_ended(deadline_s / 2)
-    await service.cancel_all()
+    service.cancel_all()
     await service.all_ended(max(0.1, ends_s - time.monotonic()) / 2)
     with contextlib.suppress(TimeoutError, TierError):
         async with asyncio.timeout(max(0.1, ends_s - time.monotonic())):

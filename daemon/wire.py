@@ -17,6 +17,7 @@ STOPS_MAX = 16
 STOP_CHARS_MAX = 256
 LOGPROBS_MAX = 20
 METADATA_BYTES_MAX = 16 << 10
+METADATA_DEPTH_MAX = 32
 TTL_S_MAX = 10 * 365 * 86_400.0
 
 
@@ -191,10 +192,31 @@ def check_ttl(value: float | None) -> float | None:
 
 
 def check_metadata(value: dict[str, Any]) -> dict[str, Any]:
-    """Raises InvalidRequest when it is too large."""
+    """Raises InvalidRequest when it is too large or too deep, or the journal cannot hold it."""
+    if _depth(value) > METADATA_DEPTH_MAX:
+        raise InvalidRequest(
+            f"metadata is nested at most {METADATA_DEPTH_MAX} deep", param="metadata"
+        )
     if len(msgspec.json.encode(value)) > METADATA_BYTES_MAX:
         raise InvalidRequest(f"metadata is at most {METADATA_BYTES_MAX} bytes", param="metadata")
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError as error:
+        raise InvalidRequest(
+            "a whole number in metadata is of at most 64 bits", param="metadata"
+        ) from error
     return value
+
+
+def _depth(value: Any) -> int:
+    """Levels of objects and lists; 0 for a plain value."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [
+            inner for item in level for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+    return depth
 
 
 def sampling(

@@ -46,8 +46,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
             return json_response(await _whole(service, session, run) | _seed(work))
         return await _stream(request, service, session, run, work)
     finally:
-        if not run.ended.done():
-            run.cancel()
+        run.cancel()
 
 
 def _seed(work: Work) -> dict[str, Any]:

@@ -123,6 +123,14 @@ def typed(body: dict[str, Any], name: str, kinds: type | tuple[type, ...], defau
     return value
 
 
+def _number(body: dict[str, Any], name: str, default: float) -> float:
+    """A field as a float. Raises InvalidRequest."""
+    try:
+        return float(typed(body, name, (int, float), default))
+    except OverflowError as error:
+        raise InvalidRequest(f"{name} is too large a number", param=name) from error
+
+
 def check_model(service: Service, body: dict[str, Any]) -> str:
     """The model's name in the answer. Raises NotFound for one that is not served."""
     names = model_names(service)
@@ -160,8 +168,8 @@ def read_sampling(body: dict[str, Any], logprobs: int | None) -> Sampling:
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise InvalidRequest("stop_token_ids must be numbers", param="stop_token_ids")
     return wire.sampling(
-        temperature=float(typed(body, "temperature", (int, float), 1.0)),
-        top_p=float(typed(body, "top_p", (int, float), 1.0)),
+        temperature=_number(body, "temperature", 1.0),
+        top_p=_number(body, "top_p", 1.0),
         top_k=max(0, typed(body, "top_k", int, 0)),  # -1 is "off" elsewhere
         seed=typed(body, "seed", int, None),
         stop=stop,
@@ -267,10 +275,9 @@ async def _place(service: Service, ask: Ask) -> Session:
 
 
 def cancel_all(runs: Sequence[Run]) -> None:
-    """Cancel every run that has not ended."""
+    """Nobody reads these runs any more."""
     for run in runs:
-        if not run.ended.done():
-            run.cancel()
+        run.cancel()
 
 
 async def merged(

@@ -19,9 +19,10 @@ from dsv4_tierd.daemon.routes.common import (
     service_of,
 )
 from dsv4_tierd.daemon.service import Service
+from dsv4_tierd.daemon.transcript import ID_BYTES
 from dsv4_tierd.daemon.worker import WorkerState
 from dsv4_tierd.engine.messages import LookupPrefix
-from dsv4_tierd.tiering.errors import InvalidRequest
+from dsv4_tierd.tiering.errors import ContextLengthExceeded, InvalidRequest
 
 STATS_WAIT_S = 1.0
 
@@ -167,6 +168,8 @@ async def lookup(request: web.Request) -> web.Response:
     ids, _ = await ids_of(service, None, body, octets)
     if not ids:
         raise InvalidRequest("give one of messages, text, token_ids")
+    if len(ids) // ID_BYTES > service.model.context_length:
+        raise ContextLengthExceeded("the prompt is longer than the context")
     ack = await service.worker.bridge().ask(
         lambda op: LookupPrefix(op_id=op, token_ids=ids, salt=salt)
     )
@@ -174,7 +177,7 @@ async def lookup(request: web.Request) -> web.Response:
     assert matched is not None, "a lookup's Ack has its answer"
     return json_response(
         {
-            "prompt_tokens": len(ids) // 4,
+            "prompt_tokens": len(ids) // ID_BYTES,
             "matched_tokens": matched.matched_tokens,
             "reusable_tokens": matched.reusable_tokens,
             "tiers": {

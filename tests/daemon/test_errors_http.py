@@ -17,6 +17,15 @@ CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
 
+
+def nested(depth: int) -> dict[str, Any]:
+    """A JSON object of that many levels."""
+    value: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        value = {"k": value}
+    return value
+
+
 BAD: list[tuple[str, str, Any, int, str]] = [
     ("POST", GENERATE, {"max_tokens": -1}, 400, "invalid_request"),
     ("POST", GENERATE, {"max_tokens": 0}, 400, "invalid_request"),
@@ -60,7 +69,11 @@ BAD: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/v1/sessions", {"ttl": 0}, 400, "invalid_request"),
     ("POST", "/v1/sessions", {"ttl": 1e300}, 400, "invalid_request"),
     ("POST", "/v1/sessions", {"metadata": {"k": "x" * 20_000}}, 400, "invalid_request"),
+    ("POST", "/v1/sessions", {"metadata": {"k": 1 << 64}}, 400, "invalid_request"),
+    ("POST", "/v1/sessions", {"metadata": {"k": [{"l": -(1 << 63) - 1}]}}, 400, "invalid_request"),
+    ("POST", "/v1/sessions", {"metadata": nested(33)}, 400, "invalid_request"),
     ("POST", "/v1/sessions", {"cache_salt": "x" * 200}, 400, "invalid_request"),
+    ("PATCH", "/v1/sessions/a", {"metadata": {"k": 1 << 80}}, 400, "invalid_request"),
     ("POST", "/v1/sessions", {"prefix": 1}, 400, "invalid_request"),
     ("PATCH", "/v1/sessions/a", {"ttl": -5}, 400, "invalid_request"),
     ("GET", "/v1/sessions?limit=0", None, 400, "invalid_request"),
@@ -83,6 +96,8 @@ BAD: list[tuple[str, str, Any, int, str]] = [
     ("POST", CHAT, {"messages": USER, "n": 999}, 400, "invalid_request"),
     ("POST", CHAT, {"messages": USER, "n": True}, 400, "invalid_request"),
     ("POST", CHAT, {"messages": USER, "temperature": "hot"}, 400, "invalid_request"),
+    ("POST", CHAT, {"messages": USER, "temperature": 10**400}, 400, "invalid_request"),
+    ("POST", CHAT, {"messages": USER, "top_p": 10**400}, 400, "invalid_request"),
     ("POST", CHAT, {"messages": USER, "max_tokens": -4}, 400, "invalid_request"),
     ("POST", CHAT, {"messages": USER, "banana": 1}, 400, "invalid_request"),
     ("POST", CHAT, {"messages": USER, "stop": [5]}, 400, "invalid_request"),
@@ -148,6 +163,39 @@ async def test_bodies_that_are_not_sane_json(daemon: Daemon, body: bytes) -> Non
         status, _, _ = await daemon.call("POST", "/v1/sessions", data=body)
         assert status == 400
     assert len(daemon.service.sessions) == 1
+
+
+async def test_the_deepest_metadata_and_largest_numbers_are_kept(tmp_path: Path) -> None:
+    """What is taken can be listed, and is there after a restart."""
+    metadata = {"deep": nested(31), "numbers": [(1 << 64) - 1, -(1 << 63)]}
+    async with run_daemon(tmp_path) as daemon:
+        await daemon.ok("POST", "/v1/sessions", {"id": "a", "metadata": metadata})
+    async with run_daemon(tmp_path) as daemon:
+        (found,) = (await daemon.ok("GET", "/v1/sessions"))["data"]
+        assert found["metadata"] == metadata
+
+
+async def test_a_salt_that_is_no_text_is_refused(daemon: Daemon) -> None:
+    """Header bytes that are not UTF-8 reach neither journal nor engine, and the daemon lives."""
+    host, port = daemon.url.removeprefix("http://").split(":")
+    for path, body in (("/v1/sessions", b"{}"), ("/v1/prefixes/lookup", b'{"token_ids": [5]}')):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        salt = b"X-Cache-Salt: \xff\r\n" + f"Content-Length: {len(body)}\r\n\r\n".encode()
+        writer.write(head.encode() + salt + body)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400"), path
+        writer.close()
+    assert len(daemon.service.sessions) == 0
+    await daemon.ok("POST", "/v1/sessions", {"id": "a"})
+
+
+async def test_a_lookup_beyond_the_context_is_refused(tmp_path: Path) -> None:
+    """It is not sent to the engine: no frame would hold the longest body."""
+    async with run_daemon(tmp_path, "context=1000") as daemon:
+        await daemon.ok("POST", "/v1/prefixes/lookup", {"token_ids": [5] * 1000})
+        body = {"token_ids": [5] * 1001}
+        status, found, _ = await daemon.call("POST", "/v1/prefixes/lookup", body)
+        assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
 
 
 async def test_a_body_that_is_too_long_is_413(tmp_path: Path) -> None:
