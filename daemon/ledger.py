@@ -31,7 +31,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Created(Event, frozen=True, tag="c"):
-    """A session, at ``length`` tokens of an existing run (a fork) or empty."""
+    """A session, at ``length`` tokens of an existing run (a fork) or empty.
+
+    ``tail_key``: a fork's, of a stored tail that is its source's.
+    """
 
     uid: str
     id: str
@@ -110,7 +113,10 @@ AnyEvent = Created | Run | Moved | Suspended | Resumed | Pinned | Changed | Dele
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One session as journalled. Times are Unix seconds."""
+    """One session as journalled. Times are Unix seconds.
+
+    ``tail_borrowed``: the stored tail is another session's, and stays when this one goes.
+    """
 
     uid: str
     id: str
@@ -124,6 +130,7 @@ class Record:
     turn: Turn = Turn.NONE
     suspended_tier: str | None = None
     tail_key: bytes | None = None
+    tail_borrowed: bool = False
     pinned_tier: str | None = None
     pinned_until_s: float | None = None
 
@@ -180,7 +187,10 @@ class Ledger:
                 )
             case Suspended():
                 key = event.tail_key or record.tail_key
-                return replace(record, suspended_tier=event.tier, tail_key=key)
+                borrowed = record.tail_borrowed and key == record.tail_key
+                return replace(
+                    record, suspended_tier=event.tier, tail_key=key, tail_borrowed=borrowed
+                )
             case Resumed():
                 return replace(record, suspended_tier=None)
             case Pinned():
@@ -203,6 +213,7 @@ class Ledger:
             transcript=self.head(event.run, event.length),
             turn=Turn(event.turn),
             tail_key=event.tail_key,
+            tail_borrowed=event.tail_key is not None,
         )
 
     def _delete(self, event: Deleted) -> None:
@@ -277,12 +288,14 @@ def _record_events(record: Record) -> Iterator[AnyEvent]:
         ttl_s=record.ttl_s,
         metadata=record.metadata,
         encoding=record.encoding,
+        tail_key=record.tail_key if record.tail_borrowed else None,
     )
     yield Moved(
         uid=record.uid, run=run, length=transcript.length, used_s=record.used_s, turn=record.turn
     )
-    if record.suspended_tier is not None or record.tail_key is not None:
-        yield Suspended(uid=record.uid, tier=record.suspended_tier or "", tail_key=record.tail_key)
+    own_tail = None if record.tail_borrowed else record.tail_key
+    if record.suspended_tier is not None or own_tail is not None:
+        yield Suspended(uid=record.uid, tier=record.suspended_tier or "", tail_key=own_tail)
         if record.suspended_tier is None:
             yield Resumed(uid=record.uid)
     if record.pinned_tier is not None:

@@ -130,6 +130,7 @@ class Service:
             salt=session.salt,
             token_ids=record.transcript.read(),
             tail_key=record.tail_key,
+            tail_borrowed=record.tail_borrowed,
         )
         if record.pinned_tier is None:
             await bridge.send(opening)

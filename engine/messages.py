@@ -67,6 +67,7 @@ class OpenSession(Message, frozen=True):
     salt: str = ""
     token_ids: bytes = b""
     tail_key: bytes | None = None  # of an Ack: a tail that suspend wrote to the store
+    tail_borrowed: bool = False  # it is another session's, and stays when this one is deleted
 
 
 class ForkSession(Message, frozen=True):

@@ -141,6 +141,8 @@ class Verbs:
             self._engine.tiers.root(message.salt), self._tokens(message.token_ids)
         )
         stored = StoredTail.from_key(message.tail_key) if message.tail_key else None
+        if stored is not None:
+            stored.owned = not message.tail_borrowed
         self._engine.sessions[message.session_id] = Session(
             message.session_id, message.salt, transcript, stored_tail=stored
         )

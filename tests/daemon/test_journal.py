@@ -52,6 +52,7 @@ def view(ledger: Ledger) -> dict[str, Any]:
             r.turn,
             r.suspended_tier,
             r.tail_key,
+            r.tail_borrowed,
             r.pinned_tier,
         )
         for uid, r in ledger.records.items()
@@ -116,6 +117,28 @@ def test_a_stored_tail_is_known_until_its_session_goes(tmp_path: Path) -> None:
         assert again.records["a"].tail_key == b"t" * 40
         ledger = Ledger()
         JournalFile(tmp_path, ledger).close()
+
+
+def test_a_fork_borrows_its_sources_tail_until_it_has_its_own(tmp_path: Path) -> None:
+    """Whose a stored tail is survives a restart and a snapshot."""
+    ledger = Ledger()
+    file = JournalFile(tmp_path, ledger)
+    write(file, ledger, [created("a", tail_key=b"t" * 40)])
+    write(file, ledger, append(ledger, "a", [1, 2, 3]))
+    write(file, ledger, [Suspended(uid="a", tier="host")])
+    assert ledger.records["a"].tail_borrowed
+    write(file, ledger, [Suspended(uid="a", tier="store", tail_key=b"t" * 40)])  # none of its own
+    for key, borrowed in ((b"t" * 40, True), (b"u" * 40, False)):
+        write(file, ledger, [Suspended(uid="a", tier="store", tail_key=key)])
+        file.close()
+        again = Ledger()
+        again.apply(list(ledger.snapshot()))
+        assert view(again) == view(ledger)
+        ledger = Ledger()
+        file = JournalFile(tmp_path, ledger)
+        record = ledger.records["a"]
+        assert (record.tail_key, record.tail_borrowed) == (key, borrowed)
+    file.close()
 
 
 def test_every_cut_of_the_file_gives_the_last_acknowledged_state(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from dsv4_tierd.engine import messages as m
 from dsv4_tierd.tiering.errors import StoreUnavailable
-from dsv4_tierd.tiering.store.protocol import ObjectKind
+from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind
 from hostile_store import HostileStore
 from small_models import Model, text
 from store_cases import IDENTITY, FaultyFiles, open_disk
@@ -163,6 +163,32 @@ def test_a_deleted_session_leaves_no_older_tail_behind(micro: Model) -> None:
     assert_true(micro, world, session, answer)
     assert world.op(m.CloseSession, session_id=session, drop_from=0).code is None
     assert not [key for key in store.naive.objects if key.kind is ObjectKind.TAIL]
+    finish(world)
+
+
+def test_a_borrowed_tail_stays_when_a_fork_is_suspended_or_deleted(micro: Model) -> None:
+    """A new engine knows that a fork's stored tail is its source's, which starts from it yet."""
+    store = HostileStore()
+    world = make_world(micro, store)
+    source = world.open()
+    world.generate(source, WORDS, 1)
+    key = world.op(m.SuspendSession, session_id=source).tail_key
+    assert key is not None
+    words = ids_bytes(world.tokens(source))
+    world.settle()
+    world = make_world(micro, store)
+    world.verbs.handle(m.OpenSession(session_id=source, token_ids=words, tail_key=key))
+    for fork in ("suspended", "deleted"):
+        opening = m.OpenSession(session_id=fork, token_ids=words, tail_key=key, tail_borrowed=True)
+        world.verbs.handle(opening)
+    world.generate("suspended", text(8, 3), 2)
+    assert world.op(m.SuspendSession, session_id="suspended").tail_key not in (None, key)
+    assert world.op(m.CloseSession, session_id="deleted", drop_from=len(words) // 1024).code is None
+    world.settle()
+    assert ObjectKey(ObjectKind.TAIL, "", key[:32]) in store.naive.objects
+    answer = world.generate(source, text(9, 3), 2)
+    assert_true(micro, world, source, answer)
+    assert answer.usage.computed_tokens == 4  # the pending token and three new ones
     finish(world)
 
 
