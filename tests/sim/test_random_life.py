@@ -75,8 +75,14 @@ class Life:
         if answer.failed is not None:
             assert answer.failed.code in REFUSALS, answer.failed
             return
-        assert_true(self.model, self.world, session, answer)
         assert answer.done is not None
+        try:
+            assert_true(self.model, self.world, session, answer)
+        except AssertionError as error:
+            error.add_note(f"{name} of {session}, prompt {prompt}: {answer.done}")
+            error.add_note(f"words: {self.world.tokens(session)}")
+            error.add_note(f"settings: {self.settings}")
+            raise
         if answer.done.finish_reason != "cancelled":
             assert_usage_adds_up(answer, prompt)
         self.checked += len(answer.token_ids)
