@@ -87,6 +87,9 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = error_response(error)
     except web.HTTPException as error:
         response = error_response(_from_http(error, request))
+    except web.RequestPayloadError as error:
+        response = error_response(InvalidRequest(f"the body cannot be read: {error}"))
+        response.force_close()  # where the next request begins is not known
     except RecursionError:
         response = error_response(InvalidRequest("the body is nested too deeply"))
     except (ConnectionResetError, asyncio.CancelledError):

@@ -165,6 +165,15 @@ async def test_bodies_that_are_not_sane_json(daemon: Daemon, body: bytes) -> Non
     assert len(daemon.service.sessions) == 1
 
 
+async def test_a_body_that_is_not_encoded_as_it_says_is_refused(daemon: Daemon) -> None:
+    """Not gzip, though it says so: 400, not a bug of the daemon."""
+    for path in ("/v1/sessions", CHAT, "/v1/prefixes/lookup"):
+        headers = {"Content-Encoding": "gzip"}
+        status, found, _ = await daemon.call("POST", path, data=b"{}", headers=headers)
+        assert (status, found["error"]["code"]) == (400, "invalid_request")
+        assert "the body cannot be read" in found["error"]["message"]
+
+
 async def test_the_deepest_metadata_and_largest_numbers_are_kept(tmp_path: Path) -> None:
     """What is taken can be listed, and is there after a restart."""
     metadata = {"deep": nested(31), "numbers": [(1 << 64) - 1, -(1 << 63)]}
