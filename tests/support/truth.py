@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from dsv4_tierd.engine import messages as m
 from dsv4_tierd.engine.model.dense import forward_dense
 from dsv4_tierd.tiering.check import check
 from dsv4_tierd.tiering.store.protocol import PrefixStore
+from naive_model import NaiveModel
 from small_models import Model
 from world import Answer, World
+
+# Two orders of fp32 sums differ by so much in an indexer's or a router's scores: below it either
+# choice is right, and from there on the words may part.
+NEAR_TIE = 5e-6
 
 
 def make_world(
@@ -38,7 +44,16 @@ def assert_true(model: Model, world: World, session: str, answer: Answer) -> Non
     drawn = logits.gather(1, torch.tensor(answer.token_ids).unsqueeze(1))[:, 0]
     # Two orders of fp32 sums may part a tie; the logits themselves are around 1.
     worst = float((logits.amax(-1) - drawn).max())
-    assert worst <= 1e-4, f"a token is {worst} below the best one"
+    assert worst <= 1e-4 or smallest_gap(model, words[:-1]) < NEAR_TIE, (
+        f"a token is {worst} below the best one, and no choice on the way to it was a near tie"
+    )
+
+
+def smallest_gap(model: Model, words: list[int]) -> float:
+    """The smallest gap, in float64, between what an indexer or a router chose and left."""
+    naive = NaiveModel(model.folder)
+    naive.streams(np.array(words))
+    return float(naive.margin.min())
 
 
 def assert_usage_adds_up(answer: Answer, prompt_tokens: int) -> None:
