@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from dsv4_tierd.daemon.bridge import Bridge, WorkerProtocolError, restarting
 from dsv4_tierd.daemon.config import CannotStart
 from dsv4_tierd.engine.config import EngineConfig
@@ -121,7 +123,7 @@ class Worker:
                 "--socket-fd",
                 str(theirs.fileno()),
                 "--config",
-                self._config.to_json(),
+                self._engine_config().to_json(),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_fd(sys.stderr) else asyncio.subprocess.DEVNULL,
@@ -146,6 +148,10 @@ class Worker:
             code = await _end(process)
             self.pid = None
         return code
+
+    def _engine_config(self) -> EngineConfig:
+        """As given; what ran before comes back without its store if it must."""
+        return msgspec.structs.replace(self._config, store_may_wait=self.model is not None)
 
     async def _serve(self, bridge: Bridge) -> None:
         async with asyncio.TaskGroup() as group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,13 +23,16 @@ from dsv4_tierd.engine.runner import Runner
 from dsv4_tierd.engine.verbs import Verbs
 from dsv4_tierd.kernels.layout import PAGE_TOKENS, PageLayout, RowFormat, RowKind
 from dsv4_tierd.kernels.tail_layout import TailLayout
-from dsv4_tierd.tiering.errors import InvalidRequest, UnsupportedCombination
+from dsv4_tierd.tiering.errors import InvalidRequest, StoreUnavailable, UnsupportedCombination
 from dsv4_tierd.tiering.manager import TierConfig, TierManager
 from dsv4_tierd.tiering.plan import Budgets, ModelSizes, Plan, plan
 from dsv4_tierd.tiering.retention import Retention
 from dsv4_tierd.tiering.store.identity import StoreIdentity
+from dsv4_tierd.tiering.store.late import LateStore
 from dsv4_tierd.tiering.store.open import open_store as open_spec
 from dsv4_tierd.tiering.store.protocol import PrefixStore
+
+log = logging.getLogger("dsv4_tierd.engine")
 
 LAYOUT_VERSION = 1
 
@@ -115,11 +119,23 @@ def cache_folder() -> Path:
 def open_store(config: EngineConfig, identity: StoreIdentity) -> PrefixStore | None:
     """The prefix store that ``--store`` names; None if tiering is off.
 
-    Raises InvalidRequest, UnsupportedCombination, StoreUnavailable.
+    Raises InvalidRequest, UnsupportedCombination, StoreUnavailable (where it may not wait).
     """
     if config.tiering == "off":
         return None
-    return open_spec(config.store, identity, config.store_bytes_max)
+
+    def open_it() -> PrefixStore:
+        found = open_spec(config.store, identity, config.store_bytes_max)
+        assert found is not None, "no store is no store that waits"
+        return found
+
+    try:
+        return open_spec(config.store, identity, config.store_bytes_max)
+    except StoreUnavailable as error:
+        if not config.store_may_wait:
+            raise
+        log.warning("the engine starts without its store: %s", error.message)
+        return LateStore(open_it, identity.digest, config.store_bytes_max)
 
 
 def build_engine(

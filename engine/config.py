@@ -12,7 +12,8 @@ GIB = 1 << 30
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The engine's part of the configuration. Sizes are bytes; lengths are tokens.
 
-    ``store``: see ``tiering.store.open``. ``hot_rows`` None: as many as the device budget
+    ``store``: see ``tiering.store.open``; ``store_may_wait``: one that cannot be opened is away,
+    not an error. ``hot_rows`` None: as many as the device budget
     allows. ``chunk_tokens`` never depends on a budget, so that answers do not either.
     """
 
@@ -27,6 +28,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hot_rows: int | None = None
     idle_tails: int = 64
     store: str = "none"
+    store_may_wait: bool = False
     store_bytes_max: int = 64 * GIB
     chunk_tokens: int = 512
     max_batch: int = 8

@@ -96,6 +96,7 @@ class Coordinator:
         self._writes: deque[_Write] = deque()
         self._dirty: dict[ObjectKey, Node] = {}
         self._retry_at = 0.0
+        self._trouble = ""
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="store-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-write")
 
@@ -108,6 +109,13 @@ class Coordinator:
             and time.monotonic() >= self._retry_at
             and (self.can_load or not all(load.abandoned for load in self._loads.values()))
         )
+
+    @property
+    def why_down(self) -> str:
+        """Why ``up`` is False, for people."""
+        if self._store is None:
+            return "no prefix store is configured"
+        return f"the prefix store is left alone for a while: {self._trouble}"
 
     @property
     def has_store(self) -> bool:
@@ -362,6 +370,7 @@ class Coordinator:
 
     def _back_off(self, why: str) -> None:
         self._retry_at = time.monotonic() + self._limits.retry_after_s
+        self._trouble = why
         log.warning("store is left alone for %.0f s: %s", self._limits.retry_after_s, why)
 
 

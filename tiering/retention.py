@@ -123,7 +123,7 @@ class Retention:
         """Write everything that the store lacks; poll ``done`` with the coordinator."""
         manager = self._manager
         if not manager.coordinator.up:
-            raise StoreUnavailable("no prefix store is configured, or it is away")
+            raise StoreUnavailable(manager.coordinator.why_down)
         # Without a tail the last token is still to be computed, and its block with it.
         position = tail.position if tail is not None else max(len(transcript) - 1, 0)
         path = manager.match(transcript, tenant, position)

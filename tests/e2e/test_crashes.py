@@ -17,6 +17,7 @@ NAMES = "abcd"
 STORED = "ab"  # acknowledged as stored before the kill
 PROMPT = 3_000
 QUESTION = [11, 12, 13]
+SUSPEND = "/v1/sessions/a/suspend?wait=true"
 DRAWN = 24
 
 
@@ -171,3 +172,34 @@ async def test_delete_removes_what_was_its_alone(tmp_path: Path, micro: Path) ->
         assert usage["cached_tokens_details"]["store"] >= 0.99 * 2048
         again = await live.create("d", words(4, 600))
         assert again["computed_tokens"] == 599
+
+
+async def test_the_engine_comes_back_though_its_store_cannot_be_opened(
+    tmp_path: Path, micro: Path
+) -> None:
+    """A cache that is gone costs computing, not the service; it is used again once it is back."""
+    (tmp_path / "plain").mkdir()
+    answers = await undisturbed(tmp_path / "plain", micro)
+    async with live_daemon(tmp_path, micro) as live:
+        await load(live)
+        away = tmp_path / "away"
+        live.store.rename(away)
+        live.store.write_text("no folder")
+        dead = await live.kill_engine()
+        await live.engine_back(dead)
+        assert not (await live.gauges())["store_objects"]
+        for name in NAMES:
+            answer = await live.generate(name, QUESTION, DRAWN)
+            assert answer["token_ids"] == answers[name], name
+            assert answer["usage"]["cached_tokens_details"]["store"] == 0
+        live.store.unlink()
+        away.rename(live.store)
+        status, found, _ = await live.call("POST", SUSPEND, {"tier": "store"})
+        assert (status, found["error"]["code"]) == (503, "store_unavailable")
+        assert "could not be opened yet" in found["error"]["message"]
+        async with asyncio.timeout(30):
+            while (  # noqa: ASYNC110  another process's state
+                await live.call("POST", SUSPEND, {"tier": "store"})
+            )[0] != 200:
+                await asyncio.sleep(0.5)
+        assert (await live.gauges())["store_objects"] >= PROMPT // 256
