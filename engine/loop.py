@@ -329,6 +329,8 @@ class Engine:
             tail = self.tiers.close(request.seq, keep_tail=not request.ephemeral)
             if began:
                 request.session.tail = tail
+            session = request.session
+            self.retention.follow(session.id, session.transcript, session.salt)
         self.scheduler.end(request)
         self.requests.pop(request.id, None)
         request.session.request = None

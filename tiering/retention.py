@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -96,6 +97,15 @@ class Retention:
         if previous is not None:
             self._manager.tree.unpin(previous)
         self._pins[name] = leaf
+
+    def follow(self, name: str, transcript: Transcript, tenant: str) -> None:
+        """A request has ended: a pinned session's pin covers its pages as they are now.
+
+        Where they do not fit, it stays on what it covered.
+        """
+        if name in self._pins:
+            with contextlib.suppress(PinBudgetExhausted, HostPoolExhausted):
+                self.pin(name, transcript, tenant)
 
     def unpin(self, name: str) -> None:
         """Withdraw a session's pin. Raises NotPinned, changing nothing."""

@@ -70,6 +70,27 @@ def test_unpinning_what_is_not_pinned_is_an_error_that_changes_nothing(micro: Mo
     assert stats(world).gauges == before
 
 
+def test_a_pin_follows_its_session(micro: Model) -> None:
+    """Opened pinned by a new engine, it covers what is computed, what is added, what is left."""
+    world = make_world(micro, pin_budget_bytes=5 * PAGE, host_budget_bytes=40 * PAGE)
+    session = world.open(text(1, 700))
+    assert pin(world, session).code is None
+    assert stats(world).gauges["pinned_pages"] == 0  # nothing is in memory yet
+    world.generate(session, (), 1)
+    assert stats(world).gauges["pinned_pages"] == 2
+    world.generate(session, text(2, 400), 1)
+    assert stats(world).gauges["pinned_pages"] == 4
+    world.generate(session, text(3, 600), 1)
+    assert stats(world).gauges["pinned_pages"] == 4  # 6 are more than the budget
+    assert world.op(m.RewindSession, session_id=session, to=600).code is None
+    world.generate(session, (), 1)
+    assert stats(world).gauges["pinned_pages"] == 2
+    pin(world, session, pinned=False)
+    world.generate(session, (), 1)
+    assert stats(world).gauges["pinned_pages"] == 0
+    world.settle()
+
+
 def test_closing_a_pinned_session_withdraws_its_promise(micro: Model) -> None:
     """No pin outlives its session."""
     world = make_world(micro)
