@@ -184,12 +184,5 @@ class Bridge:
             answer.set_exception(error)
         sinks, self._sinks = self._sinks, {}
         for request_id, sink in sinks.items():
-            sink.feed(
-                Failed(
-                    request_id=request_id,
-                    code=error.code,
-                    message=error.message,
-                    retry_after_s=error.retry_after_s,
-                )
-            )
+            sink.feed(Failed.of(request_id, error))
         self._writer.close()

@@ -167,10 +167,10 @@ class Service:
                 param="max_tokens",
             )
 
-    def default_max_tokens(self, session: Session, append_ids: bytes) -> int:
+    def default_max_tokens(self, prompt_tokens: int) -> int:
         """What max_tokens is when it is not said: the configured default, within the context."""
-        prompt = session.length + len(append_ids) // ID_BYTES
-        return max(1, min(self.config.max_tokens_default, self.model.context_length - prompt))
+        room = self.model.context_length - prompt_tokens
+        return max(1, min(self.config.max_tokens_default, room))
 
     async def submit(self, session: Session, work: Work) -> Run:
         """Start a request; the session is busy until it has ended and is journalled.
@@ -250,11 +250,13 @@ class Service:
             if isinstance(end, Failed) and session.ephemeral:
                 self.forget_in_worker(session)
         except TierError as error:
-            end = _failed(run, error)
+            end = Failed.of(run.request_id, error)
         except Exception:
             log.exception("bug in request %s", run.request_id)
             self.forget_in_worker(session)
-            end = _failed(run, TierError("an error inside the daemon; its log says more"))
+            end = Failed.of(
+                run.request_id, TierError("an error inside the daemon; its log says more")
+            )
         finally:
             self.running.discard(run)
             if not self.running:
@@ -286,7 +288,9 @@ class Service:
             self.forget_in_worker(session)  # it may hold words that are not kept
         if run.flooded:
             self.forget_in_worker(session)
-            return _failed(run, TierError("the engine sent more than it was allowed to"))
+            return Failed.of(
+                run.request_id, TierError("the engine sent more than it was allowed to")
+            )
         return end
 
     async def _keep(self, session: Session, work: Work, run: Run, end: Done) -> Done | Failed:
@@ -296,7 +300,7 @@ class Service:
             )
         except StoreUnavailable as error:
             self.forget_in_worker(session)
-            return _failed(run, error)
+            return Failed.of(run.request_id, error)
         return end
 
     def fork_ephemeral(self, source: Session, at: int) -> Session:
@@ -352,15 +356,6 @@ class Service:
 def _was_refused(end: Failed) -> bool:
     """Whether the engine did not even begin: then it holds what it held before."""
     return isinstance(error_of(end), BadRequest | Refused)
-
-
-def _failed(run: Run, error: TierError) -> Failed:
-    return Failed(
-        request_id=run.request_id,
-        code=error.code,
-        message=error.message,
-        retry_after_s=error.retry_after_s,
-    )
 
 
 async def _guarded(work: Coroutine[Any, Any, None], name: str) -> None:

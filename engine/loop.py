@@ -303,23 +303,9 @@ class Engine:
             self.truncate(request.session, request.base)
         self.counters.requests_failed += 1
         if request.op_id is not None:
-            self.send(
-                Ack(
-                    op_id=request.op_id,
-                    code=error.code,
-                    message=error.message,
-                    retry_after_s=error.retry_after_s,
-                )
-            )
-            return
-        self.send(
-            Failed(
-                request_id=request.id,
-                code=error.code,
-                message=error.message,
-                retry_after_s=error.retry_after_s,
-            )
-        )
+            self.send(Ack.refusing(request.op_id, error))
+        else:
+            self.send(Failed.of(request.id, error))
 
     def _release(self, request: Request) -> None:
         if self._chunk_request is request:

@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from dsv4_tierd.tiering.errors import TierError
+
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -245,6 +247,16 @@ class Failed(Message, frozen=True):
     message: str
     retry_after_s: float | None = None
 
+    @classmethod
+    def of(cls, request_id: str, error: TierError) -> Failed:
+        """The end that ``error`` makes of a request."""
+        return cls(
+            request_id=request_id,
+            code=error.code,
+            message=error.message,
+            retry_after_s=error.retry_after_s,
+        )
+
 
 class TierBytes(msgspec.Struct, frozen=True):
     """One cell of a session's residency: tokens and bytes of one group in one tier."""
@@ -284,6 +296,16 @@ class Ack(Message, frozen=True):
     residency: tuple[TierBytes, ...] = ()
     matched: Matched | None = None
     stats: Stats | None = None
+
+    @classmethod
+    def refusing(cls, op_id: int, error: TierError) -> Ack:
+        """The answer that ``error`` makes of an operation."""
+        return cls(
+            op_id=op_id,
+            code=error.code,
+            message=error.message,
+            retry_after_s=error.retry_after_s,
+        )
 
 
 ToWorker = (

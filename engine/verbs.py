@@ -86,33 +86,19 @@ class Verbs:
             try:
                 answer = pending.poll()
             except TierError as error:
-                answer = m.Ack(
-                    op_id=pending.op_id,
-                    code=error.code,
-                    message=error.message,
-                    retry_after_s=error.retry_after_s,
-                )
+                answer = m.Ack.refusing(pending.op_id, error)
             if answer is not None:
                 self._pending.remove(pending)
                 self._engine.send(answer)
 
     def _refuse(self, message: m.ToWorker, error: TierError) -> m.Ack | None:
         if isinstance(message, m.Submit):
-            self._engine.send(
-                m.Failed(
-                    request_id=message.request_id,
-                    code=error.code,
-                    message=error.message,
-                    retry_after_s=error.retry_after_s,
-                )
-            )
+            self._engine.send(m.Failed.of(message.request_id, error))
             return None
         op_id = getattr(message, "op_id", None)
         if op_id is None:
             raise error
-        return m.Ack(
-            op_id=op_id, code=error.code, message=error.message, retry_after_s=error.retry_after_s
-        )
+        return m.Ack.refusing(op_id, error)
 
     # ------------------------------------------------------------ sessions
     def _find(self, session_id: str, idle: bool = False) -> Session:

@@ -40,6 +40,10 @@ from dsv4_tierd.tiering.tails import Tail, TailPool, split_packed
 log = logging.getLogger("dsv4_tierd.tiering")
 
 
+class StaleStart(Exception):
+    """What a sequence was going to start from is gone; open it again."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierConfig:
     """Everything the tiers are made from. ``reuse`` False: every request computes all of it."""
@@ -465,10 +469,6 @@ class TierManager:
             seq.tail_slot, seq.position, mirror, device, dirty=seq.tail_dirty
         )
         return self.idle.add(Tail(position=seq.position, slot=None, packed=packed))
-
-
-class StaleStart(Exception):
-    """What a sequence was going to start from is gone; open it again."""
 
 
 def _by_tier(path: list[Node], tail: Tail | None, tail_tokens: int) -> Reused:

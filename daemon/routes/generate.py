@@ -20,6 +20,7 @@ from dsv4_tierd.daemon.run import NO_LIMIT, Run
 from dsv4_tierd.daemon.service import Service, Work
 from dsv4_tierd.daemon.sessions import Session
 from dsv4_tierd.daemon.stream import EventStream, events_of
+from dsv4_tierd.daemon.transcript import ID_BYTES
 from dsv4_tierd.daemon.wire import done_json, error_json, logprob_json
 from dsv4_tierd.engine.messages import Done, Progress, Tokens
 from dsv4_tierd.tiering.errors import InvalidTokenIds, TierError
@@ -75,7 +76,7 @@ async def _work(
     ids, turn = await with_answer_header(service, session, ids, turn, thinking=body.thinking)
     return Work(
         append_ids=ids,
-        max_tokens=asked or service.default_max_tokens(session, ids),
+        max_tokens=asked or service.default_max_tokens(session.length + len(ids) // ID_BYTES),
         sampling=sampling,
         credit=service.config.stream_credit_tokens if body.stream else NO_LIMIT,
         turn=turn,

@@ -217,11 +217,10 @@ async def start_runs(service: Service, ask: Ask) -> tuple[list[Run], Usage | Non
     """
     session = await _place(service, ask)
     prompt_tokens = len(ask.prompt_ids) // ID_BYTES
-    room = service.model.context_length - prompt_tokens
     work = Work(
         prompt_ids=None if session.ephemeral else ask.prompt_ids,
         append_ids=ask.prompt_ids if session.ephemeral else b"",
-        max_tokens=ask.max_tokens or max(1, min(service.config.max_tokens_default, room)),
+        max_tokens=ask.max_tokens or service.default_max_tokens(prompt_tokens),
         sampling=ask.sampling,
         credit=service.config.stream_credit_tokens if ask.stream else NO_LIMIT,
         turn=ask.turn,
