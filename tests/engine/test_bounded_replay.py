@@ -129,3 +129,14 @@ def test_windows_fewer_are_wrong(models, layers, window) -> None:
     name = replay.run(exact_tokens(model) - (len(layers) - 1) * (window - 1), triangle=False)
     assert replay.error() >= WRONG
     assert replay.logits_error(name) >= WRONG
+
+
+def test_a_branch_point_is_replayed_once(models) -> None:
+    """The window that one session's replay made is kept: the next to branch there needs none."""
+    world, words = models("SHCHCS", 16).world(), text(7, 3000)
+    world.generate(world.open(), words, 4)
+    # Longer than a block, so that later windows follow the one at the branch.
+    usages = [world.generate(world.open(words[:1700]), text(8 + i, 600), 4).usage for i in range(3)]
+    assert [usage.replayed_tokens > 0 for usage in usages] == [True, False, False]
+    assert {usage.computed_tokens for usage in usages} == {2300 - 1536}
+    world.settle()
