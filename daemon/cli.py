@@ -132,11 +132,24 @@ def drain(url: Url = None, api_key: ApiKey = None, as_json: AsJson = False) -> N
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    store: Annotated[
+        str, typer.Option(envvar="DSV4_TIERD_STORE", help="Look at this store, too.")
+    ] = "none",
+    store_budget: Annotated[
+        str, typer.Option(envvar="DSV4_TIERD_STORE_BUDGET", help="As serve gets it.")
+    ] = "64GiB",
+    as_json: AsJson = False,
+) -> None:
     """What this machine has, and what each lack costs."""
     from dsv4_tierd.daemon.doctor import examine
+    from dsv4_tierd.tiering.errors import InvalidRequest
+    from dsv4_tierd.tiering.units import parse_bytes
 
-    found = examine()
+    try:
+        found = examine(store, parse_bytes(store_budget))
+    except (InvalidRequest, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
 
     def draw(_: Any) -> Table:
         table = Table("check", "found", "what its lack costs")

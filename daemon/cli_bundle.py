@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -43,10 +43,10 @@ def export_command(
     """Write one stored prefix, pages and resume points, to a file."""
     if (leaf is None) == (tokens is None):
         raise typer.BadParameter("give one of --leaf and --tokens")
-    with _errors():
+    with store_errors():
         from dsv4_tierd.tiering.store.bundle import export_prefix, stored_leaf
 
-        spec = _spec(store)
+        spec = store_spec(store)
         found = _identity(spec, identity)
         with _opened(spec, found, 1 << 60) as opened:
             end = (
@@ -79,14 +79,14 @@ def import_command(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--budget") from error
     if not file.is_file():
-        _fail(f"there is no file {file}", NOT_FOUND)
-    with _errors():
+        fail(f"there is no file {file}", NOT_FOUND)
+    with store_errors():
         from dsv4_tierd.tiering.store.bundle import check_identity, import_prefix, read_manifest
         from dsv4_tierd.tiering.store.open import known_identities
 
         with file.open("rb") as source:
             manifest = read_manifest(source)
-            spec = _spec(store, create=True)
+            spec = store_spec(store, create=True)
             known = known_identities(spec)
             if known and manifest.identity not in known and not adopt:
                 check_identity(manifest, known[-1])
@@ -99,12 +99,16 @@ def import_command(
     _say(report, as_json)
 
 
-def _spec(store: str, *, create: bool = False) -> str:
-    if store.startswith(("disk:", "lmcache:")) or "://" in store:
-        return store
-    if not create and not Path(store).is_dir():
-        _fail(f"there is no store in {store}", NOT_FOUND)
-    return f"disk:{store}"
+def store_spec(store: str, *, create: bool = False) -> str:
+    """The specification that an argument means; exit code 3 where it is a folder that is not."""
+    from dsv4_tierd.tiering.store.open import parse_spec
+
+    is_spec = store.startswith(("disk:", "lmcache:")) or "://" in store
+    spec = store if is_spec else f"disk:{store}"
+    for tier in () if create else parse_spec(spec):
+        if tier.folder is not None and not tier.folder.is_dir():
+            fail(f"there is no store in {tier.folder}", NOT_FOUND)
+    return spec
 
 
 def _identity(spec: str, beginning: str) -> StoreIdentity:
@@ -115,7 +119,7 @@ def _identity(spec: str, beginning: str) -> StoreIdentity:
         raise NotFound("no identity of that digest wrote to this store")
     if len(found) > 1:
         names = ", ".join(each.digest.hex()[:16] for each in found)
-        _fail(f"several identities wrote to this store, --identity says which: {names}", USAGE)
+        fail(f"several identities wrote to this store, --identity says which: {names}", USAGE)
     return found[0]
 
 
@@ -145,7 +149,7 @@ def _ids(path: Path) -> Any:
     import numpy as np
 
     if not path.is_file():
-        _fail(f"there is no file {path}", NOT_FOUND)
+        fail(f"there is no file {path}", NOT_FOUND)
     return np.fromfile(path, "<i4")
 
 
@@ -159,18 +163,20 @@ def _bar(as_json: bool) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
+def store_errors() -> Iterator[None]:
+    """What goes wrong with a store becomes a line and an exit code."""
     try:
         yield
     except TierError as error:
         code = NOT_FOUND if isinstance(error, NotFound) else FAILED
         wrong_spec = isinstance(error, BadRequest) and error.param == "store"
-        _fail(error.message, USAGE if wrong_spec else code)
+        fail(error.message, USAGE if wrong_spec else code)
     except OSError as error:
-        _fail(str(error), FAILED)
+        fail(str(error), FAILED)
 
 
-def _fail(message: str, code: int) -> None:
+def fail(message: str, code: int) -> NoReturn:
+    """Say why, and end."""
     Console(stderr=True).print(f"[red]{message}[/red]", highlight=False)
     raise typer.Exit(code)
 

@@ -1,52 +1,45 @@
-"""``dsv4-tierd store``: look at, check and tidy a store's folder while no daemon has it."""
+"""``dsv4-tierd store``: look at, check and tidy stores; folders while no daemon has them."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from rich.table import Table
 
-from dsv4_tierd.daemon.cli_bundle import export_command, import_command
+from dsv4_tierd.daemon.cli_bundle import (
+    AsJson,
+    Store,
+    export_command,
+    import_command,
+    store_errors,
+    store_spec,
+)
 from dsv4_tierd.tiering.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from dsv4_tierd.tiering.store.disk import DiskStore
+    from dsv4_tierd.tiering.store.maintain import Maintained
 
-store_app = typer.Typer(help="A store's folder, while no daemon uses it.", no_args_is_help=True)
+store_app = typer.Typer(help="Prefix stores: list, check, tidy, carry.", no_args_is_help=True)
 store_app.command("export")(export_command)
 store_app.command("import")(import_command)
-FAILED, NOT_FOUND = 1, 3
-Folder = Annotated[Path, typer.Argument(help="PATH of disk:PATH")]
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+FAILED = 1
 
 
 @contextmanager
-def _opened(folder: Path, bytes_max: int = 1 << 60) -> Iterator[DiskStore]:
-    from dsv4_tierd.tiering.errors import StoreUnavailable
-    from dsv4_tierd.tiering.store.disk import DiskStore
-    from dsv4_tierd.tiering.store.vault import DiskConfig
+def _opened(store: str, bytes_max: int | None = None) -> Iterator[list[Maintained]]:
+    with store_errors():
+        from dsv4_tierd.tiering.store.maintain import opened_for_care
 
-    err = Console(stderr=True)
-    if not folder.is_dir():
-        err.print(f"[red]there is no store in {folder}[/red]", highlight=False)
-        raise typer.Exit(NOT_FOUND)
-    try:
-        store = DiskStore(DiskConfig(folder, bytes_max), None)
-    except StoreUnavailable as error:
-        err.print(f"[red]{error.message}[/red]", highlight=False)
-        raise typer.Exit(FAILED) from error
-    try:
-        yield store
-    finally:
-        store.close()
+        with opened_for_care(store_spec(store), bytes_max) as tiers:
+            yield tiers
 
 
 def _say(data: Any, as_json: bool, text: str) -> None:
@@ -54,10 +47,10 @@ def _say(data: Any, as_json: bool, text: str) -> None:
 
 
 @store_app.command("ls")
-def ls(folder: Folder, as_json: AsJson = False) -> None:
+def ls(store: Store, as_json: AsJson = False) -> None:
     """Every object, by identity and tenant."""
-    with _opened(folder) as store:
-        objects = list(store.list_objects())
+    with _opened(store) as tiers:
+        objects = [item for tier in tiers for item in tier.list_objects()]
     if as_json:
         _say([asdict(o) | {"kind": o.kind.name} for o in objects], True, "")
         return
@@ -69,28 +62,47 @@ def ls(folder: Folder, as_json: AsJson = False) -> None:
 
 
 @store_app.command("verify")
-def verify(folder: Folder, as_json: AsJson = False) -> None:
+def verify(store: Store, as_json: AsJson = False) -> None:
     """Read and check every byte; bad objects are dropped and listed. Exit code 1 if any was."""
-    with _opened(folder) as store:
-        report = store.verify()
-    size = format_bytes(report.bytes_read)
-    text = f"{report.objects} objects, {size} read, {len(report.bad)} bad"
-    _say(asdict(report), as_json, "\n".join([text, *report.bad]))
-    raise typer.Exit(FAILED if report.bad else 0)
+    with _opened(store) as tiers, _bar(as_json) as advance:
+        reports = [tier.verify(advance) for tier in tiers]
+    bad = [line for report in reports for line in report.bad]
+    count = sum(report.objects for report in reports)
+    bytes_read = sum(report.bytes_read for report in reports)
+    text = f"{count} objects, {format_bytes(bytes_read)} read, {len(bad)} bad"
+    data = {"objects": count, "bytes_read": bytes_read, "bad": bad}
+    _say(data, as_json, "\n".join([text, *bad]))
+    raise typer.Exit(FAILED if bad else 0)
 
 
 @store_app.command("gc")
 def gc(
-    folder: Folder,
-    budget: Annotated[str | None, typer.Option(help="Shrink to this size, as 10GiB.")] = None,
+    store: Store,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Shrink a folder, or each identity on a remote store, to this size."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Give dead bytes back to the file system."""
+    """Remove what nobody can use: dead bytes, bytes without rows, rows without bytes."""
     try:
-        bytes_max = 1 << 60 if budget is None else parse_bytes(budget)
+        bytes_max = None if budget is None else parse_bytes(budget)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--budget") from error
-    with _opened(folder, bytes_max) as store:
-        report = store.gc()
-    before, after = format_bytes(report.bytes_before), format_bytes(report.bytes_after)
-    _say(asdict(report), as_json, f"{before} -> {after}")
+    with _opened(store, bytes_max) as tiers:
+        reports = [tier.gc() for tier in tiers]
+    data = {
+        name: sum(getattr(report, name) for report in reports)
+        for name in ("bytes_before", "bytes_after", "segments_compacted")
+    }
+    before, after = (format_bytes(data[name]) for name in ("bytes_before", "bytes_after"))
+    _say(data, as_json, f"{before} -> {after}")
+
+
+@contextmanager
+def _bar(as_json: bool) -> Iterator[Callable[[int, int], None]]:
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, disable=as_json or not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -32,8 +32,10 @@ class Check:
         return asdict(self)
 
 
-def examine() -> list[Check]:
-    """All checks, in the order in which they matter."""
+def examine(store: str = "none", store_bytes_max: int = 0) -> list[Check]:
+    """All checks, in the order in which they matter. Raises InvalidRequest (``store``)."""
+    from dsv4_tierd.daemon.doctor_store import examine_store
+
     return [
         _cpu(),
         _memory(),
@@ -43,6 +45,7 @@ def examine() -> list[Check]:
         _huge_pages(),
         _numa(),
         _state_disk(),
+        *examine_store(store, store_bytes_max),
     ]
 
 

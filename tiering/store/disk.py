@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dsv4_tierd.tiering.errors import PreconditionFailed, StoreUnavailable, TransferFailed
@@ -200,12 +200,18 @@ class DiskStore:
                 self._vault.index.close()
                 self._owner.release()
 
-    def verify(self) -> VerifyReport:
-        """Read and check every object of every identity; bad ones are forgotten."""
+    def verify(self, advance: Callable[[int, int], None] | None = None) -> VerifyReport:
+        """Read and check every object of every identity; bad ones are forgotten.
+
+        ``advance`` is told how many objects are done, and of how many.
+        """
         objects = bytes_read = 0
         bad = []
-        for entry in self._entries():
+        entries = self._entries()
+        for done, entry in enumerate(entries):
             self._check_open()
+            if advance is not None:
+                advance(done, len(entries))
             pinned = self._vault.pin(entry.identity, entry.key)
             if pinned is None:
                 continue
@@ -220,7 +226,7 @@ class DiskStore:
         return VerifyReport(objects, bytes_read, tuple(bad))
 
     def gc(self) -> GcReport:
-        """Erase what is dead, gather thinly used segments, shrink the index.
+        """Erase what is dead, keep within the budget, gather segments, shrink the index.
 
         Raises StoreUnavailable.
         """
@@ -229,6 +235,8 @@ class DiskStore:
             before = self._vault.bytes_used
             try:
                 self._vault.bury()
+                self._vault.measure()
+                self._vault.shrink()
                 count = self._vault.compact()
                 with self._vault.lock:
                     in_use = {entry.identity for entry in self._vault.catalogue} | {self._identity}

@@ -30,7 +30,7 @@ from dsv4_tierd.tiering.errors import (
 )
 from dsv4_tierd.tiering.store.catalogue import Entry
 from dsv4_tierd.tiering.store.codec import decode, encode_header, header_size
-from dsv4_tierd.tiering.store.disk import ObjectInfo, VerifyReport
+from dsv4_tierd.tiering.store.disk import GcReport, ObjectInfo, VerifyReport
 from dsv4_tierd.tiering.store.identity import StoreIdentity
 from dsv4_tierd.tiering.store.lmcache_kit import LMCacheToolkit
 from dsv4_tierd.tiering.store.lmcache_shelf import AdapterShelf, Toolkit
@@ -281,13 +281,19 @@ class LMCacheStore:
             return gone
 
     # ------------------------------------------------------------ state
-    def verify(self) -> VerifyReport:
-        """Read and check every object of this identity; bad ones are forgotten."""
+    def verify(self, advance: Callable[[int, int], None] | None = None) -> VerifyReport:
+        """Read and check every object of this identity; bad ones are forgotten.
+
+        ``advance`` is told how many objects are done, and of how many.
+        """
         count = size = 0
         bad = []
         space = self._space
-        for entry in space.entries():
+        entries = space.entries()
+        for entry in entries:
             self._check()
+            if advance is not None:
+                advance(count, len(entries))
             try:
                 if self._read(space, entry) is None:
                     bad.append(f"{_describe(entry.key)}: its bytes are gone")
@@ -296,6 +302,21 @@ class LMCacheStore:
             count += 1
             size += entry.payload_bytes
         return VerifyReport(count, size, tuple(bad))
+
+    def gc(self) -> GcReport:
+        """Take back rows whose bytes are gone, with what hangs on them; keep within the budget.
+
+        Bytes of a put that a crash cut off stay: an adapter lists nothing.
+        """
+        with self._writing:
+            self._check()
+            with self._tripping():
+                self._space.follow()
+                before = self._space.bytes_used
+                self.shelf.check_pulse()
+                self._space.remove(self._space.subtree(self._space.lost()))
+                self._make_room(0, frozenset())
+                return GcReport(before, self._space.bytes_used, 0)
 
     def list_objects(self) -> Iterator[ObjectInfo]:
         """Every object of this identity, in the order in which it became known."""

@@ -25,6 +25,7 @@ IDENTITY_BYTES = 4096
 _IDENTITY_GROUP = 102
 _COMMON = "dsv4-tierd-1"
 _SUM_BYTES = 8
+_ASKED_AT_ONCE = 256
 
 
 class Space:
@@ -83,6 +84,16 @@ class Space:
                 self.bytes_used -= entry.extent.size
                 excess -= entry.extent.size
         return victims
+
+    def lost(self) -> list[Entry]:
+        """Entries whose bytes the adapter does not have. Raises StoreUnavailable."""
+        entries = self.entries()
+        found = []
+        for at in range(0, len(entries), _ASKED_AT_ONCE):
+            some = entries[at : at + _ASKED_AT_ONCE]
+            there = self._shelf.exists([self.name(entry) for entry in some])
+            found += [entry for entry, is_there in zip(some, there, strict=True) if not is_there]
+        return found
 
     def name(self, entry: Entry) -> Name:
         """Where an entry's frame lies."""

@@ -16,6 +16,7 @@ The store's byte budget holds for each tier.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from dsv4_tierd.tiering.store.identity import FIELD_NAMES, StoreIdentity
 from dsv4_tierd.tiering.store.protocol import PrefixStore
 from dsv4_tierd.tiering.store.redis_config import SCHEMES, RedisConfig, parse
 from dsv4_tierd.tiering.store.tiered import TieredConfig, TieredStore, WritePolicy
+
+log = logging.getLogger(__name__)
 
 HELP = (
     "none, disk:PATH, redis://…, lmcache:{…}, or two of them: disk:PATH,[through:|on_suspend:|"
@@ -149,7 +152,19 @@ def known_identities(spec: str) -> list[StoreIdentity]:
     tiers = parse_spec(spec)
     if len(tiers) != 1:
         raise InvalidRequest("one store is looked at at a time", param="store")
-    return [StoreIdentity(**fields) for fields in _fields(tiers[0]) if set(fields) == _NAMES]
+    return identities_of(tiers[0])
+
+
+def identities_of(tier: TierSpec) -> list[StoreIdentity]:
+    """The identities that wrote to a tier; those of another release are named and left out."""
+    found = []
+    for fields in _fields(tier):
+        if set(fields) == _NAMES:
+            found.append(StoreIdentity(**fields))
+        else:
+            strange = ", ".join(sorted(_NAMES ^ set(fields)))
+            log.warning("store: an identity of another release is left out: %s", strange)
+    return found
 
 
 def _fields(tier: TierSpec) -> list[dict[str, Any]]:

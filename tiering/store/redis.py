@@ -46,6 +46,7 @@ from dsv4_tierd.tiering.store.redis_care import (
     GRACE_S,
     delete_tenant_elsewhere,
     list_objects,
+    shrink,
     tidy,
     verify,
 )
@@ -323,19 +324,27 @@ class RedisStore:
             self.shelf.use(held)
 
     # ------------------------------------------------------------ state
-    def verify(self) -> VerifyReport:
-        """Read and check every object of every identity; bad ones are forgotten."""
+    def verify(self, advance: Callable[[int, int], None] | None = None) -> VerifyReport:
+        """Read and check every object of every identity; bad ones are forgotten.
+
+        ``advance`` is told how many objects are done, and of about how many.
+        """
         self._check()
-        return verify(self.shelf)
+        return verify(self.shelf, advance)
 
     def gc(self, grace_s: float = GRACE_S) -> GcReport:
         """Remove bytes without rows and rows without bytes, and identities without objects.
 
-        ``grace_s``: younger bytes may be about to be published, and stay.
+        ``grace_s``: younger bytes may be about to be published, and stay. For maintenance: each
+        identity is shrunk to ``bytes_max`` first.
         """
         with self._writing:
             self._check()
-            return tidy(self.shelf, grace_s)
+            freed = 0
+            if self.config.bytes_max and not any(self._identity):
+                freed = shrink(self.shelf, self.config.bytes_max)
+            found = tidy(self.shelf, grace_s)
+            return replace(found, bytes_before=found.bytes_before + freed)
 
     def list_objects(self) -> Iterator[ObjectInfo]:
         """Every object of every identity."""

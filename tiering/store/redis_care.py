@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from dsv4_tierd.tiering.errors import TransferFailed
 from dsv4_tierd.tiering.store.codec import (
@@ -65,12 +65,17 @@ def list_objects(own: Shelf) -> Iterator[ObjectInfo]:
             )
 
 
-def verify(own: Shelf) -> VerifyReport:
+def verify(own: Shelf, advance: Callable[[int, int], None] | None = None) -> VerifyReport:
     """Read and check everything; what is bad or gone is forgotten. Raises StoreUnavailable."""
-    objects = bytes_read = 0
+    objects = bytes_read = done = 0
     bad: list[str] = []
-    for shelf in shelves(own):
+    looked_at = list(shelves(own))
+    total = sum(_count(shelf) for shelf in looked_at)
+    for shelf in looked_at:
         for name, row, key, place in _rows(shelf):
+            if advance is not None:
+                advance(done, total)
+            done += 1
             if _expired(shelf, place):
                 continue
             wrong = _wrong(shelf, key, place)
@@ -82,6 +87,12 @@ def verify(own: Shelf) -> VerifyReport:
                 bad.append(f"{key.kind.name} {key.digest.hex()[:16]}: {wrong}")
                 shelf.remove_places([(name, row, place)], erase=False)
     return VerifyReport(objects, bytes_read, tuple(bad))
+
+
+def _count(shelf: Shelf) -> int:
+    count = shelf.link.call(shelf.names.cat, "HLEN", shelf.names.cat)
+    assert isinstance(count, int)
+    return count
 
 
 def _expired(shelf: Shelf, place: Place) -> bool:
@@ -135,6 +146,20 @@ def tidy(own: Shelf, grace_s: float) -> GcReport:
             own.link.call(IDENTITIES, "HDEL", IDENTITIES, shelf.names.identity)
     orphans, orphan_bytes = _remove_orphans(own.link, known, own.mirror.now_ms(), grace_s)
     return GcReport(used + orphan_bytes, used - removed, count + orphans)
+
+
+def shrink(own: Shelf, bytes_max: int) -> int:
+    """Give up the coldest objects of each identity that has more; how many bytes that freed."""
+    freed = 0
+    for shelf in list(shelves(own)):
+        if shelf is not own:
+            shelf.load(None)
+        before = shelf.mirror.bytes_used
+        if before > bytes_max:
+            victims = shelf.mirror.give_up(before - bytes_max, frozenset(), None)
+            shelf.remove(victims, erase=False)
+            freed += before - shelf.mirror.bytes_used
+    return freed
 
 
 def _forget_lost(shelf: Shelf, by_extent: dict[bytes, list[_Found]]) -> int:

@@ -24,7 +24,7 @@ def check_server(config: RedisConfig) -> list[str]:
         link.restored()
         warnings: list[str] = []
         for pool in link.pools():
-            found = list(_warnings(link, pool, config))
+            found = list(_warnings(link, pool, link.config))  # with the URL's options
             warnings += [text for text in found if text not in warnings]
         return warnings
     finally:
@@ -63,12 +63,18 @@ def _warnings(link: Link, pool: Any, config: RedisConfig) -> Iterator[str]:
 def _memory(limit: int, policy: str, memory: dict[str, str], config: RedisConfig) -> Iterator[str]:
     if policy == "noeviction" and not limit:
         yield (
-            "maxmemory is not set: the machine's memory is the limit, where the server is killed"
+            "maxmemory-policy noeviction and maxmemory is not set: the machine's memory is the"
+            " limit, where the server is killed; set maxmemory above the store's budget"
+        )
+    if limit and policy == "noeviction" and not config.bytes_max:
+        yield (
+            "maxmemory-policy noeviction, and the store has no budget: once the server is full,"
+            " writes fail; give the store a budget, or ttl_s and a volatile- policy"
         )
     if limit and policy == "noeviction" and limit < config.bytes_max:
         yield (
-            f"noeviction with maxmemory {limit}, less than the store's {config.bytes_max} bytes:"
-            " writes will fail before the store evicts by itself; raise one or lower the other"
+            f"maxmemory-policy noeviction with maxmemory {limit}, less than the store's"
+            f" {config.bytes_max} bytes: writes will fail before the store evicts by itself; raise one or lower the other"
         )
     if limit and policy.startswith("allkeys-"):
         yield (

@@ -149,6 +149,13 @@ class Vault:
         self.bury()
         self.measure()
         need += _INDEX_BYTES + count * _INDEX_ROW_BYTES
+        self.shrink(need, protected)
+        free = self._files.free_bytes(self._config.folder)
+        if free - need < self._config.free_bytes_min:
+            raise OSError(f"{free} bytes free, {self._config.free_bytes_min} must stay free")
+
+    def shrink(self, need: int = 0, protected: frozenset[bytes] = frozenset()) -> None:
+        """Evict until ``need`` bytes more are within the budget; raises StoreUnavailable."""
         while (excess := self.bytes_used + need - self._config.bytes_max) > 0:
             if not self._evict(excess, protected):
                 raise StoreUnavailable("the store is full, and the rest of it is in use")
@@ -156,9 +163,6 @@ class Vault:
             if not self.segments.can_punch:
                 self.compact()
             self.measure()
-        free = self._files.free_bytes(self._config.folder)
-        if free - need < self._config.free_bytes_min:
-            raise OSError(f"{free} bytes free, {self._config.free_bytes_min} must stay free")
 
     def _evict(self, excess: int, protected: frozenset[bytes]) -> bool:
         """Give up the coldest objects worth ``excess`` bytes; False: there is none to give up."""

@@ -47,6 +47,15 @@ def test_each_bad_setting_is_named(settings: dict[str, str], word: str) -> None:
         assert word in found[0]
 
 
+def test_a_store_without_a_budget() -> None:
+    """Under noeviction nobody would evict then; a time to live in the URL is counted."""
+    with Server(**GOOD) as server:
+        [warning] = check_server(RedisConfig(server.url, 0))
+        assert "noeviction" in warning
+    with Server(**GOOD | {"maxmemory_policy": "volatile-lru"}) as server:
+        assert check_server(RedisConfig(f"{server.url}?ttl_s=60", 0)) == []
+
+
 def test_a_user_without_config() -> None:
     """A user who may not ask for settings is told what was not looked at; the store works."""
     with Server(**GOOD) as server, server.client as client:

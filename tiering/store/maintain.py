@@ -1,0 +1,65 @@
+"""Looking after stores: every tier that a specification names, opened to be listed and checked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from dsv4_tierd.tiering.errors import InvalidRequest
+from dsv4_tierd.tiering.store.disk import BYTES_MIN, DiskStore, GcReport, ObjectInfo, VerifyReport
+from dsv4_tierd.tiering.store.open import TierSpec, identities_of, parse_spec
+from dsv4_tierd.tiering.store.redis_config import RedisConfig
+from dsv4_tierd.tiering.store.vault import DiskConfig
+
+NO_BOUND = 1 << 60
+Advance = Callable[[int, int], None]  # objects done, of so many
+
+
+class Maintained(Protocol):
+    """A store as those see it who look after it."""
+
+    def list_objects(self) -> Iterator[ObjectInfo]:
+        """Every object. Raises StoreUnavailable."""
+
+    def verify(self, advance: Advance | None = None) -> VerifyReport:
+        """Read and check every object; bad ones are forgotten. Raises StoreUnavailable."""
+
+    def gc(self) -> GcReport:
+        """Remove what nobody can use, and shrink to the budget. Raises StoreUnavailable."""
+
+    def close(self) -> None:
+        """Let the store go."""
+
+
+@contextlib.contextmanager
+def opened_for_care(spec: str, bytes_max: int | None = None) -> Iterator[list[Maintained]]:
+    """What ``spec`` names, nearest first: a store a tier, or (LMCache) one an identity.
+
+    ``bytes_max``: what ``gc`` shrinks a folder to, or each identity on a remote store; None:
+    nothing is given up. Raises InvalidRequest, UnsupportedCombination, StoreUnavailable.
+    """
+    if bytes_max is not None and bytes_max < BYTES_MIN:
+        raise InvalidRequest(f"a store needs at least {BYTES_MIN} bytes", param="store")
+    with contextlib.ExitStack() as opened:
+        found = []
+        for tier in parse_spec(spec):
+            for store in _open(tier, bytes_max):
+                opened.callback(store.close)
+                found.append(store)
+        yield found
+
+
+def _open(tier: TierSpec, bytes_max: int | None) -> Iterator[Maintained]:
+    if tier.folder is not None:
+        yield DiskStore(DiskConfig(tier.folder, NO_BOUND if bytes_max is None else bytes_max), None)
+    elif tier.redis_url is not None:
+        from dsv4_tierd.tiering.store.redis import RedisStore
+
+        yield RedisStore(RedisConfig(tier.redis_url, bytes_max or 0), None)
+    else:
+        from dsv4_tierd.tiering.store.lmcache import open_lmcache
+
+        assert tier.lmcache is not None
+        for identity in identities_of(tier):
+            yield open_lmcache(tier.lmcache, identity, bytes_max or 0)
