@@ -27,7 +27,7 @@ from dsv4_tierd.kernels.ref.sparse_attention import (
     sparse_attention_prefill,
 )
 from dsv4_tierd.kernels.ref.topk import topk
-from dsv4_tierd.tiering.hot_set import C4Place
+from dsv4_tierd.tiering.hot_set import C4Place, page_rows
 from dsv4_tierd.tiering.manager import TierManager
 from dsv4_tierd.tiering.sequence import Sequence
 
@@ -77,9 +77,10 @@ class PrefillAttend:
         lowest = seq.first_token(p.layer, size)
         tails = self.tiers.tails.windows[p.layer]
         rows = row_pool(tails.format, size - 1 + count, size - 1 + count, p.q.device)
-        old = torch.arange(max(lowest, first - size + 1), first)
+        device = p.q.device
+        old = torch.arange(max(lowest, first - size + 1), first, device=device)
         rows.copy_from(size - 1 - (first - old), tails, seq.tail_slot * size + old % size)
-        own = torch.arange(size - 1, size - 1 + count)
+        own = torch.arange(size - 1, size - 1 + count, device=device)
         row_store(
             p.kv,
             constants.kv_norm,
@@ -89,7 +90,7 @@ class PrefillAttend:
             rows,
             own,
         )
-        kept = torch.arange(max(lowest, self.stop - size), self.stop)
+        kept = torch.arange(max(lowest, self.stop - size), self.stop, device=device)
         tails.copy_from(self.tiers.scratch_slot * size + kept % size, rows, size - 1 + kept - first)
         return rows, (p.positions - lowest + 1).clamp_max(size)
 
@@ -97,20 +98,20 @@ class PrefillAttend:
         rank = self.ranks.of[p.layer]
         rings, rows = self.tiers.tails.c128_rings[rank], self.tiers.memory.c128[rank]
         numbers, entries = self._emit(p, p.main_kv, p.main_gate, rings, constants.main)
-        pages = self.seq.device_pages.long()
+        pages = self.seq.device_pages.to(p.q.device, torch.int64)
         rows.write(_row_ids(pages, numbers, C128_ROWS_PER_PAGE), entries)
-        known = torch.arange(self.stop // C128)
+        known = torch.arange(self.stop // C128, device=p.q.device)
         return Listed(rows, _row_ids(pages, known, C128_ROWS_PER_PAGE), (p.positions + 1) // C128)
 
     def _chosen_entries(self, p: Projections, constants: LayerConstants) -> Picked:
         tiers, rank, end = self.tiers, self.ranks.of[p.layer], self.stop // C4
         rings, keys = tiers.tails.index_rings[rank], tiers.memory.index_keys[rank]
         numbers, entries = self._emit(p, p.index_kv, p.index_gate, rings, constants.index)
-        ids = _row_ids(self.seq.device_pages.long(), numbers, C4_ROWS_PER_PAGE)
+        ids = page_rows(self.seq.device_pages, numbers)
         keys.write(ids, to_key_basis(entries, keys.format.kind))
         rings = tiers.tails.c4_rings[rank]
         numbers, entries = self._emit(p, p.main_kv, p.main_gate, rings, constants.main)
-        place = C4Place(self.seq.mirror_pages, tiers.scratch_slot, end)
+        place = C4Place(self.seq.mirror_pages, self.seq.device_pages, tiers.scratch_slot, end)
         first = int(numbers[0]) if len(numbers) else end
         tiers.c4.store_prefilled(rank, place, first, entries, end)
         return Picked(*tiers.c4.prefill_lookup(rank, place, self._choose(p), end))
@@ -120,7 +121,8 @@ class PrefillAttend:
         keys = self.tiers.memory.index_keys[self.ranks.of[p.layer]]
         q = to_key_basis(p.index_q, keys.format.kind)
         visible, k = (p.positions + 1) // C4, self.model.config.index_topk
-        return scores_topk(q, p.index_g, keys, self.seq.device_pages, visible, k)
+        pages = self.seq.device_pages.to(q.device)
+        return scores_topk(q, p.index_g, keys, pages, visible, k)
 
     def _emit(
         self,
@@ -139,7 +141,8 @@ class PrefillAttend:
         entries = compress_prefill(
             kv, gate, first, rings[self.seq.tail_slot], params, rings[tiers.scratch_slot]
         )
-        numbers = torch.arange(first // params.ratio, first // params.ratio + len(entries))
+        begin = first // params.ratio
+        numbers = torch.arange(begin, begin + len(entries), device=entries.device)
         fresh = numbers >= self.seq.emit_from // params.ratio
         return numbers[fresh], entries[fresh]
 
@@ -172,6 +175,7 @@ class DecodeAttend:
         step: int,
     ) -> DecodeAttend:
         """Gather what all layers share. Every sequence has a page for its next token."""
+        device = tiers.config.device
         widest = max(seq.page_count for seq in seqs)
         pages = torch.full((len(seqs), widest), -1, dtype=torch.int64)
         for row, seq in zip(pages, seqs, strict=True):
@@ -182,9 +186,9 @@ class DecodeAttend:
             ranks=ranks,
             seqs=seqs,
             places=[seq.place for seq in seqs],
-            positions=torch.tensor([seq.position for seq in seqs]),
-            slots=torch.tensor([seq.tail_slot for seq in seqs]),
-            device_pages=pages,
+            positions=torch.tensor([seq.position for seq in seqs], device=device),
+            slots=torch.tensor([seq.tail_slot for seq in seqs], device=device),
+            device_pages=pages.to(device),
             step=step,
         )
 
@@ -216,8 +220,11 @@ class DecodeAttend:
             rows,
             own,
         )
-        lowest = torch.tensor([seq.first_token(p.layer, size) for seq in self.seqs]).unsqueeze(1)
-        reached = self.positions.unsqueeze(1) - torch.arange(size - 1, -1, -1)
+        device = self.positions.device
+        lowest = torch.tensor(
+            [seq.first_token(p.layer, size) for seq in self.seqs], device=device
+        ).unsqueeze(1)
+        reached = self.positions.unsqueeze(1) - torch.arange(size - 1, -1, -1, device=device)
         ids = self.slots.unsqueeze(1) * size + reached % size
         return rows, torch.where(reached >= lowest.clamp_min(0), ids, -1)
 
@@ -226,7 +233,7 @@ class DecodeAttend:
         rings, rows = self.tiers.tails.c128_rings[rank], self.tiers.memory.c128[rank]
         self._store(rows, self._pool(p.main_kv, p.main_gate, rings, constants.main), C128)
         visible = (self.positions + 1) // C128
-        numbers = torch.arange(int(visible.max()))
+        numbers = torch.arange(int(visible.max()), device=visible.device)
         pages = self.device_pages[:, numbers // C128_ROWS_PER_PAGE]
         ids = pages * C128_ROWS_PER_PAGE + numbers % C128_ROWS_PER_PAGE
         return rows, torch.where(numbers < visible.unsqueeze(1), ids, -1)

@@ -102,7 +102,7 @@ class Engine:
         worked = self._prefill()
         worked = self._decode() or worked
         self.counters.steps += worked
-        return worked
+        return worked or self.tiers.restoring
 
     @property
     def busy(self) -> bool:

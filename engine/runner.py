@@ -57,6 +57,7 @@ class Runner:
         self.tiers = tiers
         self.batch_rows = batch_rows
         self.step = 0
+        self.device = tiers.config.device
         self._ranks = LayerRanks(model)
 
     @torch.no_grad()
@@ -64,8 +65,9 @@ class Runner:
         """Start a chunk of tokens [seq.position, stop): pages, embeddings."""
         self.tiers.flush_tail(seq)
         self.tiers.extend(seq, stop)
-        ids = torch.from_numpy(seq.transcript.tokens[seq.position : stop].astype("int64"))
-        positions = torch.arange(seq.position, stop)
+        words = seq.transcript.tokens[seq.position : stop].astype("int64")
+        ids = torch.from_numpy(words).to(self.device)
+        positions = torch.arange(seq.position, stop, device=self.device)
         return Chunk(seq, seq.position, stop, 0, ids, positions, self.model.embed(ids))
 
     @torch.no_grad()
@@ -105,9 +107,11 @@ class Runner:
             self.tiers.extend(seq, seq.position + 1)
         attend = DecodeAttend.of(self.model, self.tiers, self._ranks, seqs, self.step)
         # Always the same number of rows: a token's bits do not depend on who else runs.
-        ids = torch.zeros(self.batch_rows, dtype=torch.int64)
-        positions = torch.zeros(self.batch_rows, dtype=torch.int64)
-        ids[: len(seqs)] = torch.tensor([int(seq.transcript.tokens[seq.position]) for seq in seqs])
+        ids = torch.zeros(self.batch_rows, dtype=torch.int64, device=self.device)
+        positions = torch.zeros(self.batch_rows, dtype=torch.int64, device=self.device)
+        ids[: len(seqs)] = torch.tensor(
+            [int(seq.transcript.tokens[seq.position]) for seq in seqs], device=self.device
+        )
         positions[: len(seqs)] = attend.positions
         x = self.model.embed(ids)
         for layer in range(self.model.config.num_hidden_layers):

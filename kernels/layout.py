@@ -200,7 +200,7 @@ class Rows:
             self.scale[page, slot] = source.scale[source_page, source_slot].to(self.scale.device)
 
     def _split(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        ids = ids.long()
+        ids = ids.to(self.data.device, torch.int64)
         return ids // self.rows_per_page, ids % self.rows_per_page
 
 

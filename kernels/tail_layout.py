@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from dsv4_tierd.kernels.layout import RowFormat, RowKind, Rows, Section
@@ -85,27 +86,25 @@ class TailLayout:
 
         slot: [slot_bytes] uint8 of a tail whose position is ``boundary``; out: [resume_bytes].
         """
-        out[: self.window_bytes] = slot[: self.window_bytes]
-        for target, source in self._overlap(slot.unsqueeze(0), boundary, out):
-            target.copy_(source)
+        rows = [ring.reshape(-1).view(torch.uint8) for ring in self._overlap(slot, boundary)]
+        out.copy_(torch.cat([slot[: self.window_bytes], *rows]))
 
     def restore(self, point: Tensor, boundary: int, slot: Tensor) -> None:
         """Start a tail from a resume point: the inverse of ``capture``."""
+        point = point.to(slot.device)  # one copy
         slot[self.window_bytes :].zero_()
         slot[: self.window_bytes] = point[: self.window_bytes]
-        for source, target in self._overlap(slot.unsqueeze(0), boundary, point):
-            target.copy_(source)
-
-    def _overlap(self, slot: Tensor, boundary: int, point: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Pairs (rows in the point, rows in the ring) of the 4 tokens before ``boundary``."""
-        first = (boundary - C4_OVERLAP) % C4_RING
-        pairs, offset = [], self.window_bytes
-        for section in self.c4_rings + self.index_rings:
-            ring = section.view(slot).data[0, first : first + C4_OVERLAP]
+        offset = self.window_bytes
+        for ring in self._overlap(slot, boundary):
             size = ring.numel() * ring.element_size()
-            pairs.append((point[offset : offset + size].view(ring.dtype).view_as(ring), ring))
+            ring.copy_(point[offset : offset + size].view(ring.dtype).view_as(ring))
             offset += size
-        return pairs
+
+    def _overlap(self, slot: Tensor, boundary: int) -> list[Tensor]:
+        """Views of the rows that both C4 rings hold of the 4 tokens before ``boundary``."""
+        first, sections = (boundary - C4_OVERLAP) % C4_RING, self.c4_rings + self.index_rings
+        rings = [section.view(slot.unsqueeze(0)).data[0] for section in sections]
+        return [ring[first : first + C4_OVERLAP] for ring in rings]
 
     def window_rows(self, slots: Tensor) -> tuple[Rows, ...]:
         """Each layer's window of every slot: Rows of ``window`` rows a page."""

@@ -36,19 +36,26 @@ class SwapCounters:
 
 @dataclass(frozen=True, slots=True)
 class C4Place:
-    """Where one sequence's C4 rows lie: its mirror pages, and its tail's slot.
+    """Where one sequence's C4 rows lie: its pages, and its tail's slot.
 
-    mirror_pages: [page_count] int32; rows from entry ``tail_from`` on are read from the tail.
+    mirror_pages, device_pages: [page_count] int32 on the host; rows from entry ``tail_from`` on
+    are read from the tail.
     """
 
     mirror_pages: Tensor
+    device_pages: Tensor
     tail_slot: int
     tail_from: int
 
     def mirror_rows(self, entries: Tensor) -> Tensor:
         """Flat mirror row of each entry (int64); entries must lie on the mirrored pages."""
-        pages = self.mirror_pages.long()[entries // C4_ROWS_PER_PAGE]
-        return pages * C4_ROWS_PER_PAGE + entries % C4_ROWS_PER_PAGE
+        return page_rows(self.mirror_pages, entries)
+
+
+def page_rows(pages: Tensor, entries: Tensor) -> Tensor:
+    """Flat row (int64) of C4 entries [...] int in pages [page_count] int32 of any device."""
+    numbers = pages.to(entries.device, torch.int64)[entries // C4_ROWS_PER_PAGE]
+    return numbers * C4_ROWS_PER_PAGE + entries % C4_ROWS_PER_PAGE
 
 
 class C4Rows(Protocol):
@@ -90,38 +97,43 @@ class C4Rows(Protocol):
 
 
 class DirectRows:
-    """C4 rows are read and written in the mirror pages themselves."""
+    """C4 rows are read and written in the pages themselves: the device's where they hold them."""
 
     def __init__(self, memory: PageMemory) -> None:
         self.counters = SwapCounters()
-        self._rows = memory.mirror_c4
+        self.on_device = memory.device_c4 is not None
+        self.rows = memory.mirror_c4 if memory.device_c4 is None else memory.device_c4
+
+    def _row_ids(self, place: C4Place, entries: Tensor) -> Tensor:
+        pages = place.device_pages if self.on_device else place.mirror_pages
+        return page_rows(pages, entries)
 
     def store_decoded(
         self, layer: int, places: Seq[C4Place], entries: Tensor, rows: Tensor
     ) -> None:
         for i, place in enumerate(places):
             if entries[i] >= 0:
-                self._rows[layer].write(place.mirror_rows(entries[i : i + 1]), rows[i : i + 1])
+                self.rows[layer].write(self._row_ids(place, entries[i : i + 1]), rows[i : i + 1])
 
     def lookup(
         self, layer: int, places: Seq[C4Place], entries: Tensor, step: int
     ) -> tuple[Rows, Tensor]:
         ids = [
-            torch.where(e >= 0, p.mirror_rows(e.long().clamp_min(0)), -1)
+            torch.where(e >= 0, self._row_ids(p, e.long().clamp_min(0)), -1)
             for p, e in zip(places, entries, strict=True)
         ]
-        return self._rows[layer], torch.stack(ids)
+        return self.rows[layer], torch.stack(ids)
 
     def store_prefilled(
         self, layer: int, place: C4Place, first: int, rows: Tensor, end: int
     ) -> None:
-        self._rows[layer].write(place.mirror_rows(torch.arange(first, first + len(rows))), rows)
+        self.rows[layer].write(self._row_ids(place, torch.arange(first, first + len(rows))), rows)
 
     def prefill_lookup(
         self, layer: int, place: C4Place, chosen: Tensor, count: int
     ) -> tuple[Rows, Tensor]:
-        ids = place.mirror_rows(chosen.long().clamp_min(0))
-        return self._rows[layer], torch.where(chosen >= 0, ids, -1)
+        ids = self._row_ids(place, chosen.long().clamp_min(0))
+        return self.rows[layer], torch.where(chosen >= 0, ids, -1)
 
     def flush(self, place: C4Place, first: int, end: int) -> None:
         """Nothing: they are there already."""
@@ -164,7 +176,9 @@ class HotSet:
     ) -> None:
         chosen = (entries >= 0).nonzero().flatten()
         if len(chosen):
-            bases = torch.tensor([self._tail_base(place.tail_slot) for place in places])
+            bases = torch.tensor(
+                [self._tail_base(place.tail_slot) for place in places], device=entries.device
+            )
             self.rows[layer].write(bases[chosen] + entries[chosen] % TAIL_C4_ROWS, rows[chosen])
 
     def lookup(

@@ -117,7 +117,8 @@ class IdleTails:
         page = position // (4 * C4_ROWS_PER_PAGE)
         table = page_table(page + 1)
         table[page] = mirror
-        return C4Place(table, slot, page * C4_ROWS_PER_PAGE), page * C4_ROWS_PER_PAGE, position // 4
+        first = page * C4_ROWS_PER_PAGE
+        return C4Place(table, page_table(0), slot, first), first, position // 4
 
     # ------------------------------------------------------------ details
     def _spill(self, wanted: Callable[[Tail], bool]) -> bool:

@@ -66,7 +66,9 @@ class TierManager:
         self.config = config
         self.replay = replay_tokens(config.tail.window, config.replay_layers)
         self.tree = RadixTree()
-        self.memory = PageMemory(config.pages, plan.mirror_pages, plan.device_pages, device)
+        # Where C4 rows are not swapped in, device pages hold them.
+        whole = device.type == "cuda" and not config.tiered
+        self.memory = PageMemory(config.pages, plan.mirror_pages, plan.device_pages, device, whole)
         self.mirror_pool = PagePool("mirror", plan.mirror_pages)
         self.device_pool = PagePool("device", plan.device_pages)
         self.tails = TailPool(config.tail, plan.tail_slots, device)
@@ -85,6 +87,11 @@ class TierManager:
         self.coordinator = Coordinator(store, self.tree, self.memory, self.mirror_pool, self.points)
         self.running: list[Sequence] = []
         self.scratch_slot = self.tails.take()  # the prefill in progress writes its new tail here
+
+    @property
+    def restoring(self) -> bool:
+        """Whether a sequence waits for nothing but copies to its device pages."""
+        return any(seq.restoring and not seq.began for seq in self.running)
 
     def root(self, salt: str) -> bytes:
         """The hash that a tenant's transcripts start from."""
@@ -229,7 +236,13 @@ class TierManager:
                     self.coordinator.load(node, ObjectKind.PAGE, self.evictor.take_mirror())
             elif not self.coordinator.loading(node, ObjectKind.PAGE):
                 raise StaleStart  # late: it may still land, but not for us
-        return not waiting and self._point_ready(seq) and self._begin(seq)
+        if waiting or not self._point_ready(seq):
+            return False
+        if not seq.restoring:
+            self._restore(seq)
+        if seq.incoming is not None and not seq.incoming.query():
+            return False
+        return self._begin(seq)
 
     def _point_ready(self, seq: Sequence) -> bool:
         node = seq.start.point
@@ -244,15 +257,23 @@ class TierManager:
             raise StaleStart
         return False
 
+    def _restore(self, seq: Sequence) -> None:
+        """Everything is in the mirror: start to fill the device pages that are missing."""
+        missing = [node for node in seq.path if node.device == NO_PAGE]
+        for node in missing:
+            seq.reservation.device -= 1
+            self.tree.set_device(node, self.evictor.take_device())
+        # Also with none missing: another sequence's copies of these pages may be under way.
+        seq.incoming = self.memory.restore_all(
+            [node.mirror for node in missing], [node.device for node in missing]
+        )
+        seq.restoring = True
+
     def _begin(self, seq: Sequence) -> bool:
-        """Everything is in the mirror: fill device pages and the tail's slot."""
-        for i, node in enumerate(seq.path):
-            if node.device == NO_PAGE:
-                seq.reservation.device -= 1
-                self.tree.set_device(node, self.evictor.take_device())
-                self.memory.restore(node.mirror, node.device)
-            seq.mirror[i], seq.device[i] = node.mirror, node.device
-        seq.page_count = len(seq.path)
+        """Its pages are filled: fill the tail's slot."""
+        count = seq.page_count = len(seq.path)
+        seq.mirror[:count] = torch.tensor([node.mirror for node in seq.path], dtype=torch.int32)
+        seq.device[:count] = torch.tensor([node.device for node in seq.path], dtype=torch.int32)
         if seq.tail is not None:
             self._begin_from_tail(seq, seq.tail)
         else:
@@ -419,6 +440,8 @@ class TierManager:
         """End a sequence in any state; returns its tail if it can be continued from."""
         assert not seq.closed
         seq.closed = True
+        if seq.incoming is not None:
+            seq.incoming.synchronize()  # whoever gets these pages next may write them at once
         self.running.remove(seq)
         tail = seq.tail  # never consumed: it is as it was
         if seq.began:

@@ -6,11 +6,14 @@ store and one copy between tiers. Allocated once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4_tierd.kernels.layout import PageLayout, Rows
+from dsv4_tierd.kernels.layout import PageLayout, Rows, Section
+from dsv4_tierd.kernels.page_copy import PageCopier
 
 
 def host_memory(rows: int, row_bytes: int, pinned: bool) -> Tensor:
@@ -23,33 +26,58 @@ def host_memory(rows: int, row_bytes: int, pinned: bool) -> Tensor:
 class PageMemory:
     """Mirror and device pages, and the Rows views of every layer.
 
-    mirror: [mirror_pages, mirror_bytes] uint8 host; device: [device_pages, device_bytes] uint8.
+    mirror: [mirror_pages, mirror_bytes] uint8 host; device: [device_pages, device_bytes] uint8,
+    or with ``whole`` [device_pages, mirror_bytes]: device pages then hold their C4 rows too.
     """
 
     def __init__(
-        self, layout: PageLayout, mirror_pages: int, device_pages: int, device: torch.device
+        self,
+        layout: PageLayout,
+        mirror_pages: int,
+        device_pages: int,
+        device: torch.device,
+        whole: bool = False,
     ) -> None:
         self.layout = layout
-        pinned = device.type == "cuda"
-        self.mirror = host_memory(mirror_pages, layout.mirror_bytes, pinned)
-        self.device = torch.zeros(
-            device_pages, layout.device_bytes, dtype=torch.uint8, device=device
-        )
-        c4_part = self.mirror[:, : layout.c4_bytes]
-        self.mirror_c4: tuple[Rows, ...] = tuple(section.view(c4_part) for section in layout.c4)
-        self.index_keys: tuple[Rows, ...] = tuple(
-            section.view(self.device) for section in layout.index
-        )
-        self.c128: tuple[Rows, ...] = tuple(section.view(self.device) for section in layout.c128)
+        self.mirror = host_memory(mirror_pages, layout.mirror_bytes, device.type == "cuda")
+        self._copied = slice(0 if whole else layout.c4_bytes, None)
+        page_bytes = self.mirror[:1, self._copied].shape[1]
+        self.device = torch.zeros(device_pages, page_bytes, dtype=torch.uint8, device=device)
+        self._copier = PageCopier(device) if device.type == "cuda" else None
+        self.mirror_c4 = _views(layout.c4, self.mirror[:, : layout.c4_bytes])
+        self.device_c4: tuple[Rows, ...] | None = None
+        if whole:
+            self.device_c4 = _views(layout.c4, self.device[:, : layout.c4_bytes])
+        behind = self.device[:, page_bytes - layout.device_bytes :]
+        self.index_keys = _views(layout.index, behind)
+        self.c128 = _views(layout.c128, behind)
 
     def write_back(self, device_page: int, mirror_page: int) -> None:
-        """Device page to its mirror page (index keys and C128 rows)."""
-        self.mirror[mirror_page, self.layout.c4_bytes :].copy_(self.device[device_page])
+        """Device page to its mirror page."""
+        self.mirror[mirror_page, self._copied].copy_(self.device[device_page])
 
     def restore(self, mirror_page: int, device_page: int) -> None:
-        """Mirror page's index keys and C128 rows to a device page."""
-        self.device[device_page].copy_(self.mirror[mirror_page, self.layout.c4_bytes :])
+        """What a device page holds, from its mirror page."""
+        self.device[device_page].copy_(self.mirror[mirror_page, self._copied])
+
+    def restore_all(
+        self, mirror_pages: Seq[int], device_pages: Seq[int]
+    ) -> torch.cuda.Event | None:
+        """``restore`` of many pages beside the engine's stream; the event tells when it is done.
+
+        After it every copy of earlier calls is done too. None: done already.
+        """
+        if self._copier is not None:
+            source = self.mirror[:, self._copied]
+            return self._copier.copy(self.device, device_pages, source, mirror_pages)
+        for mirror_page, device_page in zip(mirror_pages, device_pages, strict=True):
+            self.restore(mirror_page, device_page)
+        return None
 
     def blob(self, mirror_page: int) -> Tensor:
         """All bytes of a mirror page: [mirror_bytes] uint8 view."""
         return self.mirror[mirror_page]
+
+
+def _views(sections: tuple[Section, ...], pages: Tensor) -> tuple[Rows, ...]:
+    return tuple(section.view(pages) for section in sections)

@@ -56,6 +56,8 @@ class Sequence:
     reservation: Reservation = field(default_factory=Reservation)
     page_count: int = 0
     tail_from: int = 0
+    restoring: bool = False  # its device pages are taken; ``incoming`` tells when they are filled
+    incoming: torch.cuda.Event | None = None
     rolling_slot: int | None = None
     rolling_at: int = 0
     tail_dirty: bool = False  # rows of the unfinished page that only the tail has
@@ -82,7 +84,7 @@ class Sequence:
     @property
     def place(self) -> C4Place:
         """Where its C4 rows lie; valid until the next extend or commit."""
-        return C4Place(self.mirror_pages, self.tail_slot, self.tail_from)
+        return C4Place(self.mirror_pages, self.device_pages, self.tail_slot, self.tail_from)
 
     def first_token(self, layer: int, window: int) -> int:
         """First position that this layer computes, and that its window holds."""

@@ -84,11 +84,10 @@ class TailPool:
         ring_rows = position % C128_RING
         parts = [self.slots[slot, : self._fixed_bytes]]
         parts += [ring[slot, :ring_rows].reshape(-1).view(torch.uint8) for ring in self.c128_rings]
-        page_bytes = 0
+        page_bytes = 0 if page is None else page.numel()
+        body = torch.cat(parts).cpu().numpy().tobytes()
         if page is not None:
-            parts.append(page)
-            page_bytes = page.numel()
-        body = torch.cat([part.cpu() for part in parts]).numpy().tobytes()
+            body += page.numpy().tobytes()
         checksum = xxh3_64_intdigest(body, position)
         header = msgspec.msgpack.encode(
             _Header(TAIL_FORMAT_VERSION, position, ring_rows, page_bytes, checksum)

@@ -194,7 +194,7 @@ class Puppet:
         states = prefix_states(seq.transcript.tokens[:stop])
         begin = min(max(first, seq.emit_from), stop)
         numbers = torch.arange(begin // 4, stop // 4)
-        place = C4Place(seq.mirror_pages, tiers.scratch_slot, stop // 4)
+        place = C4Place(seq.mirror_pages, seq.device_pages, tiers.scratch_slot, stop // 4)
         for rank in range(C4_COUNT):
             rows = rows_of(states[3::4][begin // 4 : stop // 4], KIND_C4, rank)
             start = int(numbers[0]) if len(numbers) else stop // 4

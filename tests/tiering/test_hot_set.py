@@ -29,7 +29,7 @@ class Walker:
     def place(self) -> C4Place:
         table = page_table(len(self.pages))
         table[:] = torch.tensor(self.pages)
-        return C4Place(table, self.slot, self.tail_from)
+        return C4Place(table, table, self.slot, self.tail_from)
 
 
 class Twins:
@@ -86,7 +86,8 @@ class Twins:
                 rows.flush(walker.place(), first - first % 64, first)
         for layer in range(C4_COUNT):
             new = self.random_rows(count)
-            place = C4Place(walker.place().mirror_pages, walker.slot, end)
+            pages = walker.place().mirror_pages
+            place = C4Place(pages, pages, walker.slot, end)
             for rows in self.both:
                 rows.store_prefilled(layer, place, first, new, end)
         walker.entries, walker.tail_from = end, end - end % 64
