@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from dsv4_tierd.engine.config import EngineConfig
 from dsv4_tierd.engine.messages import (
     FRAME_BYTES_MAX,
     Ack,
@@ -74,6 +75,11 @@ class Bridge:
         self._acks: dict[int, asyncio.Future[Ack]] = {}
         self._sinks: dict[str, RequestSink] = {}
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+
+    def configure(self, config: EngineConfig) -> None:
+        """Say what the worker is; before anything else."""
+        payload = config.to_json().encode()
+        self._writer.write(_LENGTH.pack(len(payload)) + payload)
 
     async def ready(self) -> Ready:
         """The handshake. Raises EngineRestarting if the worker dies first."""

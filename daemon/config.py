@@ -6,6 +6,7 @@ Later wins: default, file, environment, flag. An unknown key is an error that na
 from __future__ import annotations
 
 import os
+import socket
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -64,7 +65,7 @@ class ServeConfig:
     device: Device = "auto"
     kv_dtype: RowFormat = "auto"
     tiering: Tiering = "hisparse"
-    store: str = "none"
+    store: str = field(default="none", repr=False)  # a URL may hold a password
     store_budget: int = _size(64 * GIB)
     device_budget: int = _size(GIB)
     host_budget: int | None = _size(None)  # None: a quarter of the memory, at most 32 GiB
@@ -85,6 +86,9 @@ class ServeConfig:
     probe_s: float = 2.0
     stall_s: float = 60.0
     sessions_max: int = 100_000
+    name: str = field(default_factory=socket.gethostname)  # as other daemons are told
+    share_sessions: bool = True  # where the store is one that daemons share
+    lease_s: float = 30.0
     choices_max: int = 16
     thinking_default: bool = False
     token_cache_budget: int = _size(64 << 20)
@@ -95,10 +99,11 @@ class ServeConfig:
             (bool(self.model), "model is empty"),
             (0 <= self.port <= 65535, f"port {self.port} is not in 0..65535"),
             (self.hot_rows is None or self.hot_rows > 0, "hot_rows must be positive"),
+            (bool(self.name.strip()), "name is empty"),
         ]
         positive = (
             "chunk_tokens max_batch queue_max max_tokens_default stream_credit_tokens keepalive_s "
-            "client_stall_s drain_s probe_s stall_s sessions_max choices_max device_budget"
+            "client_stall_s drain_s probe_s stall_s sessions_max choices_max device_budget lease_s"
         )
         checks += [(getattr(self, n) > 0, f"{n} must be positive") for n in positive.split()]
         for passed, message in checks:

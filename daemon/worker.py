@@ -91,6 +91,10 @@ class Worker:
     def is_up(self) -> bool:
         return self._bridge is not None and not self._bridge.closed
 
+    def identity(self) -> str | None:
+        """What cached bytes depend on, in hex; None until the model was loaded once."""
+        return None if self.model is None else self.model.identity
+
     async def wait_ready(self) -> None:
         await self._first_ready.wait()
 
@@ -122,8 +126,6 @@ class Worker:
                 *self._command,
                 "--socket-fd",
                 str(theirs.fileno()),
-                "--config",
-                self._engine_config().to_json(),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_fd(sys.stderr) else asyncio.subprocess.DEVNULL,
@@ -140,6 +142,7 @@ class Worker:
         try:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             self._current = Bridge(reader, writer, incarnation, self._loading)
+            self._current.configure(self._engine_config())
             if self._stopping:
                 self._current.fail_all(restarting())
             await self._serve(self._current)

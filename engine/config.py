@@ -1,4 +1,4 @@
-"""What the daemon tells the engine worker at start: one JSON object, ``--config``. No torch."""
+"""What the daemon tells the engine worker at start: one JSON object, the first frame. No torch."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chunk_tokens: int = 512
     max_batch: int = 8
     queue_max: int = 64
+
+    def __repr__(self) -> str:
+        """Without the store, whose URL may hold a password."""
+        return f"EngineConfig(model={self.model!r}, …)"
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()

@@ -37,6 +37,37 @@ IDLE_WAIT_S = 0.02
 LENGTH = struct.Struct("<I")
 
 
+class FrameTooLong(Exception):
+    """What came is no frame of the daemon's."""
+
+
+def _frame(sock: socket.socket) -> bytes:
+    """The next frame's body. Raises EOFError, OSError, FrameTooLong."""
+    (size,) = LENGTH.unpack(_exactly(sock, LENGTH.size))
+    if size > FRAME_BYTES_MAX:
+        raise FrameTooLong(f"a frame of {size} bytes")
+    return _exactly(sock, size)
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    parts, left = [], size
+    while left:
+        part = sock.recv(min(left, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def read_config(sock: socket.socket) -> EngineConfig:
+    """The first frame, as JSON. Raises EOFError, msgspec.DecodeError.
+
+    Not an argument: everyone on the machine may read those, and a store's URL may hold a password.
+    """
+    return EngineConfig.from_json(_frame(sock))
+
+
 class Channel:
     """Frames in and out over a stream socket, each by its own thread, bounded both ways."""
 
@@ -56,26 +87,14 @@ class Channel:
     def _read(self) -> None:
         try:
             while True:
-                (size,) = LENGTH.unpack(self._exactly(LENGTH.size))
-                if size > FRAME_BYTES_MAX:
-                    log.error("a frame of %d bytes: the connection is given up", size)
-                    break
-                self.inbox.put(self._decoder.decode(self._exactly(size)))
+                self.inbox.put(self._decoder.decode(_frame(self._sock)))
         except (EOFError, OSError):
             pass
+        except FrameTooLong as error:
+            log.error("%s: the connection is given up", error)  # noqa: TRY400  no bug of ours
         except msgspec.DecodeError:
             log.exception("what came is no message: the connection is given up")
         self.inbox.put(None)
-
-    def _exactly(self, size: int) -> bytes:
-        parts, left = [], size
-        while left:
-            part = self._sock.recv(min(left, 1 << 20))
-            if not part:
-                raise EOFError
-            parts.append(part)
-            left -= len(part)
-        return b"".join(parts)
 
     def _write(self) -> None:
         try:
@@ -125,10 +144,9 @@ def serve(channel: Channel, config: EngineConfig) -> None:
 
 
 def main() -> None:
-    """``python -m dsv4_tierd.engine.worker --socket-fd N --config JSON``."""
+    """``python -m dsv4_tierd.engine.worker --socket-fd N``; the rest comes over the socket."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--socket-fd", type=int, required=True)
-    parser.add_argument("--config", required=True)
     arguments = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO,
@@ -136,9 +154,13 @@ def main() -> None:
         format="%(asctime)s %(name)s %(levelname)s %(message)s",
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when to stop
-    channel = Channel(socket.socket(fileno=arguments.socket_fd))
+    sock = socket.socket(fileno=arguments.socket_fd)
     try:
-        serve(channel, EngineConfig.from_json(arguments.config))
+        config = read_config(sock)
+    except EOFError:
+        return  # the daemon is gone already
+    try:
+        serve(Channel(sock), config)
     except BaseException:
         log.exception("the engine ends")
         os._exit(1)  # a store call that hangs must not keep a dead engine's socket open

@@ -42,15 +42,30 @@ def test_what_is_no_message_ends_the_connection(frame: bytes) -> None:
     ours.close()
 
 
+def test_an_engine_whose_daemon_is_gone_ends_quietly() -> None:
+    """Before it was told what to be: nothing is loaded, nothing is said, exit code 0."""
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with theirs:
+        done = subprocess.run(
+            [sys.executable, "-m", "dsv4_tierd.engine.worker", "--socket-fd", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_an_engine_that_fails_ends_though_the_store_hangs() -> None:
     """Its socket closes at once, so that the daemon starts another."""
     ours, theirs = socket.socketpair()
+    config = b'{"model": "none"}'
+    ours.sendall(LENGTH.pack(len(config)) + config)
     with ours, theirs:
         done = subprocess.run(
-            [
-                *(sys.executable, "-c", DYING, "--socket-fd", str(theirs.fileno())),
-                *("--config", '{"model": "none"}'),
-            ],
+            [sys.executable, "-c", DYING, "--socket-fd", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
             capture_output=True,
             text=True,

@@ -318,10 +318,21 @@ def unpack(data: bytes) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket-fd", type=int, required=True)
-    parser.add_argument("--config", required=True)
     args = parser.parse_args()
     sock = socket.socket(fileno=args.socket_fd)
-    asyncio.run(FakeWorker(sock, EngineConfig.from_json(args.config)).run())
+    try:
+        config = read_config(sock)
+    except EOFError:
+        sys.exit(0)
+    asyncio.run(FakeWorker(sock, config).run())
+
+
+def read_config(sock: socket.socket) -> EngineConfig:
+    """The first frame, as in ``engine.worker``, which loads torch."""
+    header = sock.recv(4, socket.MSG_WAITALL)
+    if len(header) < 4:
+        raise EOFError
+    return EngineConfig.from_json(sock.recv(struct.unpack("<I", header)[0], socket.MSG_WAITALL))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dsv4_tierd.tiering.errors import InvalidRequest, UnsupportedCombination
 from dsv4_tierd.tiering.store.lmcache_shelf import Name
 
 NEEDED = "--store lmcache:{…} needs the extra: pip install 'dsv4-tierd[lmcache]' (CPU torch first)"
+_SECRET_WORDS = ("password", "secret", "token", "credential", "key", "auth")
 _ADAPTERS = "lmcache.v1.distributed.l2_adapters"
 
 
@@ -41,10 +42,10 @@ class LMCacheToolkit:
                 raise UnsupportedCombination(f"{NEEDED}: {error}", param="store") from error
             self._torch: Any = torch
             self._create = adapters.create_l2_adapter
+            self._secrets = secrets_of(spec)
             self._config = self._read(config, dict(spec))
 
-    @staticmethod
-    def _read(config: Any, spec: dict[str, Any]) -> Any:
+    def _read(self, config: Any, spec: dict[str, Any]) -> Any:
         kind = spec["type"]
         if not kind.isidentifier():
             raise InvalidRequest(f"--store lmcache: no adapter {kind!r}", param="store")
@@ -59,13 +60,27 @@ class LMCacheToolkit:
         try:
             return config.get_l2_adapter_config_class(kind).from_dict(spec)
         except (ValueError, TypeError, ImportError) as error:
-            raise InvalidRequest(f"--store lmcache: {kind!r}: {error}", param="store") from error
+            why = self._hidden(str(error))
+            raise InvalidRequest(f"--store lmcache: {kind!r}: {why}", param="store") from None
 
     def create(self) -> Any:
-        """A fresh adapter."""
+        """A fresh adapter. Raises whatever it likes, but says no secret of the specification."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it imports the adapter's own packages
-            return self._create(self._config)
+            try:
+                return self._create(self._config)
+            except ImportError:
+                raise
+            except Exception as error:
+                why = self._hidden(str(error))
+                if why == str(error):
+                    raise
+                raise RuntimeError(why) from None
+
+    def _hidden(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
 
     def key(self, name: Name) -> Any:
         """Its ``ObjectKey``."""
@@ -89,3 +104,17 @@ class LMCacheToolkit:
             fmt=self._memory.MemoryFormat.BINARY,
         )
         return self._memory.TensorMemoryObj(tensor, meta, None)
+
+
+def secrets_of(value: Any, name: str = "") -> list[str]:
+    """Strings of a specification that stand under a name like ``password``, longest first."""
+    found: list[str] = []
+    if isinstance(value, Mapping):
+        for own, inner in value.items():
+            found += secrets_of(inner, str(own))
+    elif isinstance(value, list):
+        for inner in value:
+            found += secrets_of(inner, name)
+    elif isinstance(value, str) and value and any(w in name.lower() for w in _SECRET_WORDS):
+        found.append(value)
+    return sorted(found, key=len, reverse=True)

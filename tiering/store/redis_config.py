@@ -28,6 +28,7 @@ SCHEMES = (
 )
 _PORT = 6379
 _SENTINEL_PORT = 26379
+_PORT_ERROR = "a port is not a number (in a password, '@', '/', '?' and '#' are percent-encoded)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ def parse(config: RedisConfig) -> tuple[RedisConfig, Target]:
         raise InvalidRequest(f"not a Redis URL: {parts.scheme}://…", param="store")
     if parts.fragment:
         raise InvalidRequest("a password with '#' must be written as %23", param="store")
+    if "@" in parts.path and parts.scheme != "unix":
+        raise InvalidRequest("a password with '/' must be written as %2F", param="store")
     changes: dict[str, Any] = {}
     rest: list[tuple[str, str]] = []
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
@@ -114,6 +117,10 @@ def parse(config: RedisConfig) -> tuple[RedisConfig, Target]:
     _, _, mode = parts.scheme.partition("+")
     if mode:
         return config, _several(mode, parts, rest)
+    try:
+        _ = parts.port
+    except ValueError:  # its text may be half a password
+        raise InvalidRequest(_PORT_ERROR, param="store") from None
     # Not urlunsplit, which leaves out the slashes of unix:///path.
     plain = f"{parts.scheme}://{parts.netloc}{parts.path}?{urlencode(rest)}".rstrip("?")
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
@@ -136,7 +143,7 @@ def _several(mode: str, parts: Any, rest: list[tuple[str, str]]) -> Target:
         try:
             found.append((one.hostname or "localhost", one.port or default))
         except ValueError:
-            raise InvalidRequest(f"not a host and port: {each!r}", param="store") from None
+            raise InvalidRequest(_PORT_ERROR, param="store") from None
     service, _, db = parts.path.strip("/").partition("/")
     if mode == "sentinel" and not service:
         raise InvalidRequest("a Sentinel URL ends with /service", param="store")

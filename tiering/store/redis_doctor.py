@@ -74,7 +74,8 @@ def _memory(limit: int, policy: str, memory: dict[str, str], config: RedisConfig
     if limit and policy == "noeviction" and limit < config.bytes_max:
         yield (
             f"maxmemory-policy noeviction with maxmemory {limit}, less than the store's"
-            f" {config.bytes_max} bytes: writes will fail before the store evicts by itself; raise one or lower the other"
+            f" {config.bytes_max} bytes: writes will fail before the store evicts by itself;"
+            " raise one or lower the other"
         )
     if limit and policy.startswith("allkeys-"):
         yield (

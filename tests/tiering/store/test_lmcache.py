@@ -16,6 +16,7 @@ from dsv4_tierd.tiering.errors import (
     UnsupportedCombination,
 )
 from dsv4_tierd.tiering.store.lmcache import LMCacheStore, open_lmcache
+from dsv4_tierd.tiering.store.lmcache_kit import secrets_of
 from dsv4_tierd.tiering.store.lmcache_log import (
     LOG_BYTES,
     LOG_GROUP,
@@ -73,6 +74,12 @@ def test_a_restart_finds_everything(bucket: Bucket) -> None:
     assert present(last, items) == [True] * 10 + [False] * 22
     assert last.usage().objects == 10
     last.close()
+
+
+def test_what_is_secret_in_a_specification() -> None:
+    """Whatever stands under a name like a secret's, at any depth, longest first; nothing else."""
+    spec = {"type": "s3", "password": "pw", "x": {"auth_token": "pwpw", "keys": ["k1", 7], "n": 1}}
+    assert secrets_of(spec) == ["pwpw", "pw", "k1"]
 
 
 def test_one_sees_what_another_stores_and_removes(store: LMCacheStore, bucket: Bucket) -> None:

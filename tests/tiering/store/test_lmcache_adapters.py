@@ -94,6 +94,10 @@ def test_wrong_specifications_of_adapters(tmp_path: Path) -> None:
             open_lmcache(spec, IDENTITY, 0)
     with pytest.raises(InvalidRequest):
         open_lmcache(fs_spec(tmp_path), None, 0)
+    wrong = {"type": "resp", "host": "127.0.0.1", "port": "hunter2", "password": "hunter2"}
+    with pytest.raises(BadRequest) as refused:
+        open_lmcache(wrong, IDENTITY, 0)
+    assert "hunter2" not in str(refused.value)
 
 
 def test_nothing_is_told_to_lmcaches_makers() -> None:

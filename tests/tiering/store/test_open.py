@@ -56,7 +56,9 @@ def test_specifications_that_are_taken(spec: str, found: tuple[TierSpec, ...]) -
         *("", "disk:", "s3:x", "none,redis://h", "redis://h,disk:/a", "disk:/a,disk:/b"),
         *("disk:/a,redis://h,redis://g", "through:disk:/a", "lmcache:", "lmcache:{", "lmcache:{}"),
         *("lmcache:[1]", 'lmcache:{"type": 1}', "lmcache:" + FS + "x", "redis://h?ttl_s=soon"),
-        "redis+sentinel://:hunter2@h",
+        *("redis+sentinel://:hunter2@h", "redis://:hunter2/x@h", "redis://:hunter2?x@h"),
+        *("redis+cluster://:hunter2/x@h:1", "redis+cluster://:hunter2?x@h:1"),
+        *("redis+cluster://:x@h:hunter2", "redis://:x@h:hunter2", "redis://:hunter2#x@h"),
     ],
 )
 def test_specifications_that_are_refused(spec: str) -> None:

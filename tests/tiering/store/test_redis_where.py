@@ -105,7 +105,7 @@ def test_a_socket_file(tmp_path: Path) -> None:
         ("http://x", "not a Redis URL"),
         ("redis://x?ttl_s=soon", "ttl_s=soon"),
         ("redis+sentinel://a:1,b:2", "/service"),
-        ("redis+sentinel://a:x/service", "host and port"),
+        ("redis+sentinel://a:x/service", "port is not a number"),
         ("redis+cluster://a:1/2", "no path"),
         ("redis://x?deadline_s=0", "must be positive"),
         ("redis://:pass#word@x", "%23"),
