@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dsv4_tierd.engine.model.config import ModelConfig
+from dsv4_tierd.engine.model.matrix import dense, linear, linear_fp32
 from dsv4_tierd.engine.model.parameters import Attention
 from dsv4_tierd.kernels.ref.rope import rotate
 
@@ -39,11 +40,6 @@ Attend = Callable[[Projections], Tensor]
 """From projections to o [T, H, D] fp32, before the inverse rotation."""
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """W x in the weight's dtype."""
-    return functional.linear(x.to(weight.dtype), weight)
-
-
 def project(
     x: Tensor, positions: Tensor, weights: Attention, layer: int, kind: int, config: ModelConfig
 ) -> Projections:
@@ -57,16 +53,17 @@ def project(
     found = Projections(layer, kind, positions, q, kv)
     if weights.compressor is not None:
         main = weights.compressor
-        found = replace(found, main_kv=linear(x, main.wkv), main_gate=linear(x, main.wgate))
+        kv, gate = linear_fp32(x, main.wkv), linear_fp32(x, main.wgate)
+        found = replace(found, main_kv=kv, main_gate=gate)
     if weights.indexer is not None:
         index, heads, dim = weights.indexer, config.index_n_heads, config.index_head_dim
         index_q = linear(low, index.wq_b).float().view(tokens, heads, dim)
         found = replace(
             found,
-            index_kv=linear(x, index.compressor.wkv),
-            index_gate=linear(x, index.compressor.wgate),
+            index_kv=linear_fp32(x, index.compressor.wkv),
+            index_gate=linear_fp32(x, index.compressor.wgate),
             index_q=rotate(index_q, positions, weights.inv_freq),
-            index_g=linear(x, index.weights_proj) * (dim**-0.5 * heads**-0.5),
+            index_g=linear_fp32(x, index.weights_proj) * (dim**-0.5 * heads**-0.5),
         )
     return found
 
@@ -74,7 +71,7 @@ def project(
 def output(o: Tensor, positions: Tensor, weights: Attention) -> Tensor:
     """Rotate back at the query's position, then project by head groups. o: [T, H, D] -> [T, d]."""
     o = rotate(o, positions, weights.inv_freq, inverse=True)
-    groups = weights.wo_a.shape[0]
-    grouped = o.reshape(o.shape[0], groups, -1).transpose(0, 1).to(weights.wo_a.dtype)
-    low = grouped @ weights.wo_a.transpose(1, 2)
+    wo_a = dense(weights.wo_a)
+    grouped = o.reshape(o.shape[0], wo_a.shape[0], -1).transpose(0, 1).to(wo_a.dtype)
+    low = grouped @ wo_a.transpose(1, 2)
     return linear(low.transpose(0, 1).flatten(1), weights.wo_b)

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsv4_tierd.engine.model.dequantise import E2M1, FP4_GROUP, FP8_TILE
-from dsv4_tierd.engine.model.weights import INDEX_FILE
+from dsv4_tierd.engine.model.folder import INDEX_FILE
+from dsv4_tierd.kernels.weight import E2M1, FP4_GROUP, FP8_TILE
 
 _RATIO_OF_LETTER = {"S": 0, "C": 4, "H": 128}
 _FP8 = re.compile(

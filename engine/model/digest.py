@@ -9,7 +9,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from dsv4_tierd.engine.model.weights import safetensor_files
+from dsv4_tierd.engine.model.folder import safetensor_files
 
 CACHE_FILE = "weights-digests.json"
 _REMEMBERED = 64

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dsv4_tierd.engine.model.attention import linear
 from dsv4_tierd.engine.model.config import ModelConfig
+from dsv4_tierd.engine.model.matrix import dense, linear, linear_fp32, pick
 from dsv4_tierd.engine.model.parameters import Ffn, Moe
 
 
@@ -25,7 +25,7 @@ def moe(x: Tensor, ids: Tensor, weights: Moe, config: ModelConfig, decode: bool)
 
 def route(x: Tensor, ids: Tensor, weights: Moe, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """(experts [T, k] int64, shares [T, k] fp32). Equal scores go to the lowest expert."""
-    scores = functional.softplus(linear(x, weights.gate)).sqrt()
+    scores = functional.softplus(linear_fp32(x, weights.gate)).sqrt()
     if weights.tid2eid is not None:
         experts = weights.tid2eid[ids]
     else:
@@ -55,11 +55,11 @@ def _per_expert(x: Tensor, experts: Tensor, shares: Tensor, ffn: Ffn, limit: flo
     """Tokens grouped by expert; contributions are added in the order of expert numbers."""
     y = torch.zeros_like(x)
     order = torch.argsort(experts.flatten(), stable=True)
-    counts = torch.bincount(experts.flatten(), minlength=ffn.w1.shape[0]).tolist()
+    counts = torch.bincount(experts.flatten(), minlength=ffn.w2.shape[0]).tolist()
     for expert, picks in enumerate(torch.split(order, counts)):
         if picks.numel():
             rows = picks // experts.shape[1]
-            one = Ffn(ffn.w1[expert], ffn.w2[expert], ffn.w3[expert])
+            one = Ffn(pick(ffn.w13, expert), pick(ffn.w2, expert))
             y.index_add_(0, rows, _ffn(x[rows], one, limit, shares.flatten()[picks].unsqueeze(-1)))
     return y
 
@@ -67,8 +67,8 @@ def _per_expert(x: Tensor, experts: Tensor, shares: Tensor, ffn: Ffn, limit: flo
 def _per_token(x: Tensor, experts: Tensor, shares: Tensor, ffn: Ffn, limit: float) -> Tensor:
     """One small product a token and expert: [T*k, I, d] gathered weights."""
     picks, k = experts.flatten(), experts.shape[1]
-    rows = x.to(ffn.w1.dtype).repeat_interleave(k, 0).unsqueeze(-1)
-    gate, up = torch.bmm(ffn.w1[picks], rows), torch.bmm(ffn.w3[picks], rows)
-    hidden = _swiglu(gate, up, limit) * shares.reshape(-1, 1, 1)
-    y = torch.bmm(ffn.w2[picks], hidden.to(ffn.w2.dtype)).float()
+    w1, w2, w3 = (dense(pick(matrix, picks)) for matrix in (ffn.w1, ffn.w2, ffn.w3))
+    rows = x.to(w1.dtype).repeat_interleave(k, 0).unsqueeze(-1)
+    hidden = _swiglu(torch.bmm(w1, rows), torch.bmm(w3, rows), limit) * shares.reshape(-1, 1, 1)
+    y = torch.bmm(w2, hidden.to(w2.dtype)).float()
     return y.view(x.shape[0], k, -1).sum(1)

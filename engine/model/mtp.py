@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dsv4_tierd.engine.model import hyper
-from dsv4_tierd.engine.model.attention import Attend, linear
+from dsv4_tierd.engine.model.attention import Attend
+from dsv4_tierd.engine.model.matrix import linear
 from dsv4_tierd.engine.model.transformer import Transformer, block
 
 

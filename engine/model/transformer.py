@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from dsv4_tierd.engine.model import attention, hyper
-from dsv4_tierd.engine.model.attention import Attend, linear
+from dsv4_tierd.engine.model.attention import Attend
 from dsv4_tierd.engine.model.config import ModelConfig, load_config
+from dsv4_tierd.engine.model.matrix import linear
 from dsv4_tierd.engine.model.moe import moe
 from dsv4_tierd.engine.model.parameters import Layer, Parameters
 from dsv4_tierd.kernels.ref.compress import CompressParams
@@ -48,12 +49,20 @@ class Transformer:
         folder: str | Path,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        *,
+        keep_quantised: bool = False,
     ) -> Transformer:
-        """Read a checkpoint folder. Raises ConfigError or WeightsError, naming what is wrong."""
+        """Read a checkpoint folder. Raises ConfigError or WeightsError, naming what is wrong.
+
+        dtype: of plain matrices, and of quantised ones unless ``keep_quantised``, which keeps
+        FP8, MXFP4 and the small bf16 matrices as they are stored.
+        """
+        from dsv4_tierd.engine.model.folder import Folder
         from dsv4_tierd.engine.model.weights import load_parameters
 
         config = load_config(folder)
-        return cls(config, load_parameters(folder, config, dtype, torch.device(device)))
+        tensors = Folder(folder, torch.device(device))
+        return cls(config, load_parameters(tensors, config, dtype, keep_quantised=keep_quantised))
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids [T] to streams [T, n, d], n copies of the embedding."""

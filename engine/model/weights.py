@@ -1,23 +1,19 @@
-"""Read a checkpoint folder into parameters: every tensor checked, quantised ones dequantised.
-
-Official names are the vocabulary; the spellings that transformers' save_pretrained writes are
-mapped to them. A missing, extra or misshapen tensor is an error that names it.
-"""
+"""Stored tensors into parameters: every one checked, quantised ones kept or dequantised."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dsv4_tierd.engine.model import matrix
 from dsv4_tierd.engine.model.config import C4, C128, WINDOW_ONLY, ModelConfig
-from dsv4_tierd.engine.model.dequantise import dequantise, stored_shape
+from dsv4_tierd.engine.model.dequantise import dequantise, kept, stored_shape
+from dsv4_tierd.engine.model.folder import WeightsError
+from dsv4_tierd.engine.model.matrix import Matrix
 from dsv4_tierd.engine.model.parameters import (
     Attention,
     Compressor,
@@ -25,6 +21,7 @@ from dsv4_tierd.engine.model.parameters import (
     Head,
     Hyper,
     Indexer,
+    Joined,
     Layer,
     Moe,
     Mtp,
@@ -32,135 +29,138 @@ from dsv4_tierd.engine.model.parameters import (
 )
 from dsv4_tierd.engine.model.rope import inverse_frequencies
 from dsv4_tierd.kernels.ref.compress import CompressParams
+from dsv4_tierd.kernels.weight import Weight
 
-INDEX_FILE = "model.safetensors.index.json"
-# Copies of embed and head that the base models ship beside the MTP block.
-_IGNORED = re.compile(r"mtp\.0\.(emb\.tok_emb|head)\.weight$")
-_RENAMES = (
-    (re.compile(r"^model\."), ""),
-    (re.compile(r"^embed_tokens\.weight$"), "embed.weight"),
-    (re.compile(r"^lm_head\.weight$"), "head.weight"),
-    (re.compile(r"^hc_head\.hc_(fn|base|scale)$"), r"hc_head_\1"),
-    (re.compile(r"\.attn\.norm\.weight$"), ".attn.kv_norm.weight"),
-    (re.compile(r"\.weight_scale_inv$"), ".scale"),
-)
+_QUANTISED = (torch.float8_e4m3fn, torch.int8)
 
 
-class WeightsError(ValueError):
-    """A checkpoint whose tensors are not the model's; the message names the tensor."""
+class StoredTensors(Protocol):
+    """Where tensors come from, by official name: a folder's files, or a seed."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def has_mtp(self) -> bool: ...
+
+    def read(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """The tensor as stored, and its scale if it has one, on ``device``."""
+
+    def finish(self) -> None:
+        """Called when all were read: raises WeightsError if others are there."""
 
 
 def load_parameters(
-    folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    tensors: StoredTensors,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    keep_quantised: bool = False,
 ) -> Parameters:
-    """All of a checkpoint: matrices in ``dtype``, the rest fp32. Raises WeightsError."""
-    reader = _Reader(Path(folder), dtype, device)
+    """All of a checkpoint: matrices in ``dtype``, the rest fp32. Raises WeightsError.
+
+    keep_quantised: FP8 and MXFP4 matrices, and bf16 ones whose use is fp32 (compressors, index
+    gates, routers), stay as they are stored. On the device there is never a second copy of more
+    than one layer's attention.
+    """
+    reader = _Reader(tensors, dtype, keep_quantised)
     d, vocab = config.hidden_size, config.vocab_size
     layers = []
     for index, ratio in enumerate(config.compress_ratios):
         layers.append(_layer(reader, f"layers.{index}.", config, ratio, config.hash_layers[index]))
     parameters = Parameters(
-        embed=reader.matrix("embed.weight", vocab, d),
-        lm_head=reader.matrix("head.weight", vocab, d),
+        embed=reader.plain("embed.weight", vocab, d),
+        lm_head=reader.plain("head.weight", vocab, d),
         head=_head(reader, "", config),
         layers=tuple(layers),
-        mtp=_mtp(reader, config) if _has_mtp(reader, config) else None,
+        mtp=_mtp(reader, config) if config.num_nextn_predict_layers and tensors.has_mtp else None,
     )
-    reader.finish()
+    tensors.finish()
     return parameters
 
 
-def safetensor_files(folder: Path) -> list[Path]:
-    """The checkpoint's files, sorted: those of its index, or all. Raises WeightsError."""
-    index = folder / INDEX_FILE
-    if index.exists():
-        try:
-            names: Iterable[str] = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
-            raise WeightsError(f"{index} is not an index of tensors: {error!r}") from None
-        files = [folder / name for name in sorted(names)]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise WeightsError(f"{folder} holds no .safetensors file")
-    if missing := [file for file in files if not file.exists()]:
-        raise WeightsError(f"{missing[0]} is in the index but does not exist")
-    return files
-
-
 class _Reader:
-    """Tensors of a folder by official name; remembers which were taken."""
+    """Tensors in the form that the model holds them in."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self.folder, self.dtype, self.device = folder, dtype, device
-        self.where: dict[str, tuple[Any, str]] = {}
-        self.taken: set[str] = set()
-        for path in safetensor_files(folder):
-            try:
-                file = safe_open(path, "pt")
-            except SafetensorError as error:
-                raise WeightsError(f"{path} cannot be read: {error}") from None
-            for stored in _names(file):
-                name = _official_name(stored)
-                if name in self.where:
-                    raise WeightsError(f"tensor {name} is there twice, again as {stored} in {path}")
-                self.where[name] = (file, stored)
-        # transformers keeps the MTP block out of what it saves, but not out of the config.
-        names = [stored for _, stored in self.where.values()]
-        self.from_transformers = any(stored.startswith("model.") for stored in names)
+    def __init__(self, tensors: StoredTensors, dtype: torch.dtype, keep: bool) -> None:
+        self.tensors, self.dtype, self.keep = tensors, dtype, keep
+        self.device = tensors.device
 
-    def matrix(self, name: str, *shape: int) -> Tensor:
-        """A tensor in the model's dtype."""
+    def matrix(self, name: str, *shape: int) -> Matrix:
+        """A matrix in the model's dtype, or as stored where it is quantised and kept."""
+        tensor, scale = self._stored(name, shape, self.dtype)
+        if scale is None or not self.keep or tensor.dtype not in _QUANTISED:
+            return self._numbers(name, tensor, scale, self.dtype)
+        try:
+            return kept(tensor, scale)
+        except ValueError as error:
+            raise WeightsError(f"tensor {name}: {error}") from None
+
+    def stack(self, names: Iterator[str], lead: tuple[int, ...], *shape: int) -> Matrix:
+        """Matrices [*shape] in one allocation [*lead, *shape], read one after the other."""
+        first = self.matrix(next(names), *shape)
+        parts = matrix.parts(first)
+        count = torch.Size(lead).numel()
+        stacked = [part.new_empty(count, *part.shape) for part in parts]
+        for index, one in enumerate(self._matrices(first, names, shape)):
+            for into, part in zip(stacked, matrix.parts(one), strict=True):
+                into[index].copy_(part)
+        shaped = [into.view(*lead, *into.shape[1:]) for into in stacked]
+        return shaped[0] if isinstance(first, Tensor) else Weight(*shaped)
+
+    def _matrices(
+        self, first: Matrix, names: Iterator[str], shape: tuple[int, ...]
+    ) -> Iterator[Matrix]:
+        yield first
+        kind = matrix.as_weight(first).kind
+        for name in names:
+            one = self.matrix(name, *shape)
+            if matrix.as_weight(one).kind is not kind:
+                raise WeightsError(
+                    f"tensor {name} is stored otherwise than its like ({kind.value})"
+                )
+            yield one
+
+    def plain(self, name: str, *shape: int) -> Tensor:
+        """A tensor in the model's dtype, never quantised."""
         return self._read(name, shape, self.dtype)
 
+    def small(self, name: str, *shape: int) -> Tensor:
+        """A matrix whose output is fp32 by definition: fp32, or kept in the bf16 of its storage."""
+        tensor, scale = self._stored(name, shape, torch.float32)
+        kept = self.keep and tensor.dtype is torch.bfloat16
+        return tensor if kept else self._numbers(name, tensor, scale, torch.float32)
+
     def fp32(self, name: str, *shape: int) -> Tensor:
-        """A tensor whose use is fp32 by definition: norms, mixes, routers, compressors."""
+        """A tensor whose use is fp32 by definition: norms, mixes, sinks, biases."""
         return self._read(name, shape, torch.float32)
 
     def integers(self, name: str, *shape: int) -> Tensor:
         return self._read(name, shape, torch.int64)
 
-    def finish(self) -> None:
-        """Every tensor was taken, or is known to be superfluous."""
-        extra = sorted(name for name in self.where.keys() - self.taken if not _IGNORED.match(name))
-        if extra:
-            more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
-            raise WeightsError(f"tensor {extra[0]}{more} is not part of this model")
-
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor, scale = self._get(name), None
-        scale_name = name.removesuffix("weight") + "scale"
-        if name.endswith("weight") and scale_name in self.where:
-            scale = self._get(scale_name)
+        return self._numbers(name, *self._stored(name, shape, dtype), dtype)
+
+    def _stored(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """The tensor as stored and its scale; checked to be integers if, and only if, so wanted."""
+        tensor, scale = self.tensors.read(name, shape)
         integer = not tensor.is_floating_point() and tensor.dtype is not torch.int8
         if integer != (dtype is torch.int64):
             raise WeightsError(f"tensor {name} is stored as {tensor.dtype}")
         if tuple(tensor.shape) != stored_shape(shape, tensor.dtype):
             expected = list(stored_shape(shape, tensor.dtype))
             raise WeightsError(f"tensor {name} has shape {list(tensor.shape)}, expected {expected}")
+        return tensor, scale
+
+    def _numbers(
+        self, name: str, tensor: Tensor, scale: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         try:
-            values = dequantise(tensor, scale, dtype)
+            return dequantise(tensor, scale, dtype)
         except ValueError as error:
             raise WeightsError(f"tensor {name}: {error}") from None
-        return values.to(self.device)
-
-    def _get(self, name: str) -> Tensor:
-        if name not in self.where:
-            raise WeightsError(f"tensor {name} is missing from {self.folder}")
-        self.taken.add(name)
-        file, stored = self.where[name]
-        tensor: Tensor = file.get_tensor(stored)
-        return tensor
-
-
-def _names(file: Any) -> list[str]:
-    return list(file.keys())
-
-
-def _official_name(stored: str) -> str:
-    for pattern, name in _RENAMES:
-        stored = pattern.sub(name, stored)
-    return stored
 
 
 def _layer(reader: _Reader, p: str, config: ModelConfig, ratio: int, hashed: bool) -> Layer:
@@ -207,19 +207,62 @@ def _attention(reader: _Reader, p: str, config: ModelConfig, ratio: int) -> Atte
         compressor = _compressor(reader, name, config, ratio, dim, inv_freq)
     if ratio == C4:
         indexer = _indexer(reader, p + "indexer.", config, inv_freq)
-    return Attention(
+    try:
+        wo_a = matrix.grouped(wo_a, groups)
+    except ValueError as error:
+        raise WeightsError(f"tensor {p}wo_a.weight: {error}") from None
+    attention = Attention(
         wq_a=reader.matrix(p + "wq_a.weight", low, d),
         q_norm=reader.fp32(p + "q_norm.weight", low),
         wq_b=reader.matrix(p + "wq_b.weight", width, low),
         wkv=reader.matrix(p + "wkv.weight", config.head_dim, d),
         kv_norm=reader.fp32(p + "kv_norm.weight", config.head_dim),
-        wo_a=wo_a.view(groups, config.o_lora_rank, -1),
+        wo_a=wo_a,
         wo_b=reader.matrix(p + "wo_b.weight", d, groups * config.o_lora_rank),
         sink=reader.fp32(p + "attn_sink", config.num_attention_heads),
         inv_freq=inv_freq,
         compressor=compressor,
         indexer=indexer,
     )
+    return _join(attention) if reader.keep else attention
+
+
+def _join(attention: Attention) -> Attention:
+    """With matrices that read the same input in one piece, if they can be; see ``Joined``."""
+    index_q = [] if attention.indexer is None else [attention.indexer.wq_b]
+    down = matrix.joined([attention.wq_a, attention.wkv])
+    up = matrix.joined([attention.wq_b, *index_q])
+    if down is None or up is None:
+        return attention
+    small, compressor, indexer = _join_small(attention)
+    if indexer is not None:
+        indexer = replace(indexer, wq_b=up[1][1])
+    return replace(
+        attention,
+        wq_a=down[1][0],
+        wkv=down[1][1],
+        wq_b=up[1][0],
+        compressor=compressor,
+        indexer=indexer,
+        joined=Joined(down[0], up[0], small),
+    )
+
+
+def _join_small(attention: Attention) -> tuple[Weight | None, Compressor | None, Indexer | None]:
+    """The matrices whose output is fp32 as one, and what holds them as views of it."""
+    main, indexer = attention.compressor, attention.indexer
+    if main is None:
+        return None, None, None
+    parts = [main.wkv, main.wgate]
+    if indexer is not None:
+        parts += [indexer.compressor.wkv, indexer.compressor.wgate, indexer.weights_proj]
+    whole = torch.cat(parts)
+    views = whole.split([part.shape[0] for part in parts])
+    main = replace(main, wkv=views[0], wgate=views[1])
+    if indexer is not None:
+        compressor = replace(indexer.compressor, wkv=views[2], wgate=views[3])
+        indexer = replace(indexer, compressor=compressor, weights_proj=views[4])
+    return Weight(whole), main, indexer
 
 
 def _compressor(
@@ -230,8 +273,8 @@ def _compressor(
     ape = reader.fp32(p + "ape", ratio, width)
     norm = reader.fp32(p + "norm.weight", dim)
     return Compressor(
-        wkv=reader.fp32(p + "wkv.weight", width, config.hidden_size),
-        wgate=reader.fp32(p + "wgate.weight", width, config.hidden_size),
+        wkv=reader.small(p + "wkv.weight", width, config.hidden_size),
+        wgate=reader.small(p + "wgate.weight", width, config.hidden_size),
         pool=CompressParams(ape, norm, config.rms_norm_eps, inv_freq, ratio),
     )
 
@@ -240,43 +283,31 @@ def _indexer(reader: _Reader, p: str, config: ModelConfig, inv_freq: Tensor) -> 
     heads, dim = config.index_n_heads, config.index_head_dim
     return Indexer(
         wq_b=reader.matrix(p + "wq_b.weight", heads * dim, config.q_lora_rank),
-        weights_proj=reader.fp32(p + "weights_proj.weight", heads, config.hidden_size),
+        weights_proj=reader.small(p + "weights_proj.weight", heads, config.hidden_size),
         compressor=_compressor(reader, p + "compressor.", config, C4, dim, inv_freq),
     )
 
 
 def _moe(reader: _Reader, p: str, config: ModelConfig, hashed: bool) -> Moe:
     experts, k = config.n_routed_experts, config.num_experts_per_tok
-    picked = [_ffn(reader, f"{p}experts.{i}.", config) for i in range(experts)]
+    routed = _ffn(reader, [f"{p}experts.{i}." for i in range(experts)], (experts,), config)
     tid2eid = reader.integers(p + "gate.tid2eid", config.vocab_size, k) if hashed else None
     if tid2eid is not None and not 0 <= int(tid2eid.min()) <= int(tid2eid.max()) < experts:
         raise WeightsError(f"tensor {p}gate.tid2eid names an expert outside 0..{experts - 1}")
     return Moe(
-        gate=reader.fp32(p + "gate.weight", experts, config.hidden_size),
+        gate=reader.small(p + "gate.weight", experts, config.hidden_size),
         bias=None if hashed else reader.fp32(p + "gate.bias", experts),
         tid2eid=tid2eid,
-        experts=Ffn(
-            w1=torch.stack([expert.w1 for expert in picked]),
-            w2=torch.stack([expert.w2 for expert in picked]),
-            w3=torch.stack([expert.w3 for expert in picked]),
-        ),
-        shared=_ffn(reader, p + "shared_experts.", config),
+        experts=routed,
+        shared=_ffn(reader, [p + "shared_experts."], (), config),
     )
 
 
-def _ffn(reader: _Reader, p: str, config: ModelConfig) -> Ffn:
+def _ffn(reader: _Reader, prefixes: list[str], lead: tuple[int, ...], config: ModelConfig) -> Ffn:
     d, inner = config.hidden_size, config.moe_intermediate_size
-    return Ffn(
-        w1=reader.matrix(p + "w1.weight", inner, d),
-        w2=reader.matrix(p + "w2.weight", d, inner),
-        w3=reader.matrix(p + "w3.weight", inner, d),
-    )
-
-
-def _has_mtp(reader: _Reader, config: ModelConfig) -> bool:
-    if not config.num_nextn_predict_layers:
-        return False
-    return not reader.from_transformers or any(name.startswith("mtp.") for name in reader.where)
+    both = (f"{p}{name}.weight" for p in prefixes for name in ("w1", "w3"))
+    down = (f"{p}w2.weight" for p in prefixes)
+    return Ffn(w13=reader.stack(both, (*lead, 2), inner, d), w2=reader.stack(down, lead, d, inner))
 
 
 def _mtp(reader: _Reader, config: ModelConfig) -> Mtp:

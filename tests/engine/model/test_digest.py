@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsv4_tierd.engine.model.digest import CACHE_FILE, weights_digest
-from dsv4_tierd.engine.model.weights import WeightsError
+from dsv4_tierd.engine.model.folder import WeightsError
 
 
 @pytest.fixture

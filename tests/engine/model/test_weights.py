@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from dsv4_tierd.engine.model.checkpoint import Preset, Storage, make_checkpoint
 from dsv4_tierd.engine.model.dense import forward_dense
+from dsv4_tierd.engine.model.folder import INDEX_FILE, WeightsError
 from dsv4_tierd.engine.model.transformer import Transformer
-from dsv4_tierd.engine.model.weights import INDEX_FILE, WeightsError
 
 Make = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]
