@@ -1,41 +1,84 @@
-"""A process that writes to a store until it is killed, and says what was acknowledged.
+"""Processes that write to a store until they are killed, and say what was acknowledged.
 
-Run as a script: folder, seed. Prints a line ``<verb> <name> <bytes>`` for each object: ``put`` and
-``gone`` after the call that stored or removed it has returned, ``dropping`` before it is made.
+Run as a script it is a *nursery*: everything is imported once, and each line ``<seed> <spec>``
+on its input forks a writer that puts runs of pages and deletes some, for ever. The nursery says
+``born <pid>`` and, when the writer is gone, ``buried <pid>``. The writer says, for each object of
+a run, ``putting`` before and ``put`` after the call that stores it, ``dropping`` before and
+``gone`` after the one that removes it: ``<verb> <name> <bytes> .``; a line without its dot was
+cut off by the end.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
-from pathlib import Path
 
+from dsv4_tierd.tiering.store.open import TierSpec, parse_spec
+from dsv4_tierd.tiering.store.protocol import PrefixStore
+from dsv4_tierd.tiering.store.tiered import TieredConfig, TieredStore
+from lmcache_cases import open_adapter
+from redis_cases import open_redis
 from store_cases import chain, open_disk
 
+PATIENT_S = 10.0
+RUN_MAX = 12
 
-def main(folder: Path, seed: int) -> None:
+
+def open_small(spec: str) -> PrefixStore:
+    """What ``spec`` names, with small pieces, so that a writer crosses many, and long deadlines."""
+    tiers = [_open(tier) for tier in parse_spec(spec)]
+    if len(tiers) == 1:
+        return tiers[0]
+    return TieredStore(*tiers, TieredConfig(deadline_s=PATIENT_S, close_s=PATIENT_S))
+
+
+def _open(tier: TierSpec) -> PrefixStore:
+    if tier.folder is not None:
+        return open_disk(tier.folder, bytes_max=1 << 30, segment_bytes=512 << 10)
+    if tier.redis_url is not None:
+        return open_redis(tier.redis_url, bytes_max=0, deadline_s=PATIENT_S)
+    assert tier.lmcache is not None
+    return open_adapter(dict(tier.lmcache), bytes_max=0, deadline_s=PATIENT_S)
+
+
+def write(spec: str, seed: int) -> None:
     """Put runs, delete some, for ever."""
     chance = random.Random(seed)
-    store = open_disk(folder, bytes_max=1 << 30, segment_bytes=512 << 10)
+    store = open_small(spec)
     number = 0
     while True:
         name = f"{seed}-{number}-"
-        run = chain(name, chance.randint(1, 12), size=chance.randint(100, 40_000))
+        size = chance.randint(100, 40_000)
+        run = chain(name, chance.randint(1, RUN_MAX), size=size)
+        say("putting", name, len(run), size)
         store.put(run)
-        say("put", run_name=name, run_size=len(run), payload_bytes=len(run[0].payload))
+        say("put", name, len(run), size)
         if chance.random() < 0.3:
-            say("dropping", run_name=name, run_size=len(run))
+            say("dropping", name, len(run), size)
             store.delete([run[0].key])
-            say("gone", run_name=name, run_size=len(run))
+            say("gone", name, len(run), size)
         number += 1
 
 
-def say(verb: str, run_name: str, run_size: int, payload_bytes: int = 0) -> None:
+def say(verb: str, run_name: str, run_size: int, payload_bytes: int) -> None:
     """A line for each object of a run, on its way before this returns."""
     for i in range(run_size):
-        print(verb, f"{run_name}{i}", payload_bytes)
+        print(verb, f"{run_name}{i}", payload_bytes, ".")
     sys.stdout.flush()
 
 
+def nursery() -> None:
+    """Fork a writer a line of input; say when it began and when it is gone."""
+    for line in sys.stdin:
+        seed, _, spec = line.strip().partition(" ")
+        child = os.fork()
+        if not child:
+            write(spec, int(seed))
+        print("born", child, flush=True)
+        os.waitpid(child, 0)
+        print(f"\nburied {child}", flush=True)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    nursery()

@@ -95,13 +95,14 @@ class Live:
             await tierd.wait_ready(READY_S, not_pid=dead_pid)
         await self.engine_pid()
 
-    async def kill(self) -> None:
+    async def kill(self, engine_pid: int | None = None) -> None:
         """SIGKILL to the daemon; its engine must follow by itself."""
         assert self.process is not None
-        engine = psutil.Process(await self.engine_pid())
+        if engine_pid is None:
+            engine_pid = await self.engine_pid()
         self.process.kill()
         self._reap()
-        await until(lambda: not engine.is_running() or engine.status() == "zombie", 20)
+        await until(lambda: not is_alive(engine_pid), 20)
 
     async def stop(self) -> tuple[int, float]:
         """SIGTERM; the exit code and the seconds that it took."""
@@ -220,6 +221,14 @@ async def live_daemon(
             yield live
         finally:
             live.end()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and not a zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:

@@ -21,12 +21,16 @@ needs_lmcache = pytest.mark.skipif(find_spec("lmcache") is None, reason=WHY_NOT)
 
 
 def open_adapter(
-    spec: dict[str, Any], identity: StoreIdentity = IDENTITY, *, bytes_max: int = 64 << 20
+    spec: dict[str, Any],
+    identity: StoreIdentity = IDENTITY,
+    *,
+    bytes_max: int = 64 << 20,
+    deadline_s: float = 2.0,
 ) -> LMCacheStore:
     """A store with small commits and short times. Skips without LMCache."""
     if find_spec("lmcache") is None:
         pytest.skip(WHY_NOT)
-    config = LMCacheConfig(bytes_max, deadline_s=2.0, poll_s=0.05, commit_bytes=128 << 10)
+    config = LMCacheConfig(bytes_max, deadline_s, poll_s=0.05, commit_bytes=128 << 10)
     return LMCacheStore(LMCacheToolkit(spec), config, identity)
 
 

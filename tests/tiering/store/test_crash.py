@@ -1,74 +1,14 @@
-"""Ends without warning: what was acknowledged is there, what is visible is whole."""
+"""An end at every call to the disk: what was acknowledged is there, what is visible is whole."""
 
 from __future__ import annotations
 
-import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from dsv4_tierd.tiering.store.disk import DiskStore
-from store_cases import Crash, FaultyFiles, chain, folder_bytes, open_disk, page, present, read
-
-WRITER = Path(__file__).parents[2] / "support" / "crash_writer.py"
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_kill_nine_while_writing(tmp_path: Path, seed: int) -> None:
-    """A writer is killed several times over; each time the folder keeps all its promises."""
-    chance = random.Random(seed)
-    acknowledged: dict[str, int] = {}
-    gone: set[str] = set()
-    for life in range(3):
-        for line in _live_and_die(tmp_path / "store", 10 * seed + life, chance.uniform(0.05, 0.4)):
-            verb, name, size = line.split()
-            if verb == "put":
-                acknowledged[name] = int(size)
-            elif verb == "dropping":  # neither promised nor gone until it is said
-                del acknowledged[name]
-            else:
-                gone.add(name)
-        store = open_disk(tmp_path / "store", bytes_max=1 << 30, segment_bytes=512 << 10)
-        assert store.usage().checksum_failures == 0
-        for name, size in acknowledged.items():
-            item = page(name, size=size)
-            assert read(store, item) == item.payload, name
-        assert not any(present(store, [page(name) for name in gone]))
-        listed = list(store.list_objects())
-        in_flight = 12 * (life + 1)
-        assert len(listed) <= len(acknowledged) + in_flight, "more is visible than was ever put"
-        by_digest = {info.digest for info in listed}
-        assert all(info.parent is None or info.parent in by_digest for info in listed)
-        report = store.verify()
-        assert report.bad == ()
-        assert report.objects == len(listed)
-        store.close()
-    assert acknowledged, "no writer lived long enough to say anything"
-
-
-def _live_and_die(folder: Path, seed: int, life_s: float) -> list[str]:
-    """Lines that a writer printed before it was killed."""
-    process = subprocess.Popen(
-        [sys.executable, str(WRITER), str(folder), str(seed)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    time.sleep(life_s)
-    process.send_signal(signal.SIGKILL)
-    rest = process.stdout.read()
-    process.wait()
-    process.stdout.close()
-    whole, _, _ = (first + rest).rpartition("\n")  # a line cut by the end was not said
-    return whole.splitlines()
+from store_cases import Crash, FaultyFiles, chain, folder_bytes, open_disk, present, read
 
 
 @pytest.mark.parametrize("holes", [True, False])
