@@ -26,9 +26,11 @@ from dsv4_tierd.daemon.middleware import (
 )
 from dsv4_tierd.daemon.routes import chat, completions, explain, generate, operations, sessions
 from dsv4_tierd.daemon.service import Service
+from dsv4_tierd.daemon.shared import SharedSessions, holder_name
 from dsv4_tierd.daemon.tokenize import TextCodec, TextService
 from dsv4_tierd.daemon.worker import WORKER_COMMAND, Probing, Worker
 from dsv4_tierd.engine.vocabulary import find_tokenizer
+from dsv4_tierd.tiering.store.lease_server import LeaseServer, open_leases
 
 log = logging.getLogger("dsv4_tierd.daemon")
 
@@ -95,9 +97,12 @@ async def _serve(
     worker = Worker(
         config.engine(), command=command, probing=Probing(config.probe_s, config.stall_s)
     )
+    leases = await asyncio.to_thread(_leases, config)
+    holder = holder_name(config.state_dir, config.name)
+    shared = SharedSessions(leases, holder, config.lease_s, worker.identity)
     try:
         async with asyncio.TaskGroup() as group:
-            service = Service(config, worker, journal, text, group)
+            service = Service(config, worker, journal, text, group, shared)
             if signals:
                 _stop_on_signals(service)
             worker.on_ready = _OnReady(service)
@@ -121,6 +126,11 @@ async def _serve(
             await writing
     finally:
         text.close()
+        await asyncio.to_thread(shared.close)
+
+
+def _leases(config: ServeConfig) -> LeaseServer | None:
+    return open_leases(config.store) if config.share_sessions else None
 
 
 class _OnReady:

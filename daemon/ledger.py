@@ -69,9 +69,12 @@ class Moved(Event, frozen=True, tag="m"):
 
 
 class Suspended(Event, frozen=True, tag="s"):
+    """``shared_version``: of the record that daemons share; 0: it is as before."""
+
     uid: str
     tier: str
     tail_key: bytes | None = None
+    shared_version: int = 0
 
 
 class Resumed(Event, frozen=True, tag="u"):
@@ -116,6 +119,7 @@ class Record:
     """One session as journalled. Times are Unix seconds.
 
     ``tail_borrowed``: the stored tail is another session's, and stays when this one goes.
+    ``shared_version``: of the record in the shared store that these words go on from; 0: none.
     """
 
     uid: str
@@ -133,6 +137,7 @@ class Record:
     tail_borrowed: bool = False
     pinned_tier: str | None = None
     pinned_until_s: float | None = None
+    shared_version: int = 0
 
 
 class Ledger:
@@ -189,7 +194,11 @@ class Ledger:
                 key = event.tail_key or record.tail_key
                 borrowed = record.tail_borrowed and key == record.tail_key
                 return replace(
-                    record, suspended_tier=event.tier, tail_key=key, tail_borrowed=borrowed
+                    record,
+                    suspended_tier=event.tier,
+                    tail_key=key,
+                    tail_borrowed=borrowed,
+                    shared_version=event.shared_version or record.shared_version,
                 )
             case Resumed():
                 return replace(record, suspended_tier=None)
@@ -294,8 +303,13 @@ def _record_events(record: Record) -> Iterator[AnyEvent]:
         uid=record.uid, run=run, length=transcript.length, used_s=record.used_s, turn=record.turn
     )
     own_tail = None if record.tail_borrowed else record.tail_key
-    if record.suspended_tier is not None or own_tail is not None:
-        yield Suspended(uid=record.uid, tier=record.suspended_tier or "", tail_key=own_tail)
+    if record.suspended_tier is not None or own_tail is not None or record.shared_version:
+        yield Suspended(
+            uid=record.uid,
+            tier=record.suspended_tier or "",
+            tail_key=own_tail,
+            shared_version=record.shared_version,
+        )
         if record.suspended_tier is None:
             yield Resumed(uid=record.uid)
     if record.pinned_tier is not None:

@@ -24,6 +24,7 @@ from dsv4_tierd.daemon.metrics import Metrics
 from dsv4_tierd.daemon.operations import Operations
 from dsv4_tierd.daemon.run import NO_LIMIT, Run, error_of
 from dsv4_tierd.daemon.sessions import Registry, Session, SessionState
+from dsv4_tierd.daemon.shared import SharedSessions
 from dsv4_tierd.daemon.tokenize import TextService
 from dsv4_tierd.daemon.transcript import ID_BYTES, Transcript, common_bytes
 from dsv4_tierd.daemon.worker import Worker
@@ -47,9 +48,11 @@ from dsv4_tierd.tiering.errors import (
     InvalidRequest,
     PreconditionFailed,
     Refused,
+    SessionBusy,
     SessionNotFound,
     StoreUnavailable,
     TierError,
+    TransferFailed,
 )
 
 log = logging.getLogger("dsv4_tierd.daemon")
@@ -81,6 +84,7 @@ class Service:
         journal: Journal,
         text: TextService,
         tasks: asyncio.TaskGroup,
+        shared: SharedSessions,
     ) -> None:
         self.config = config
         self.worker = worker
@@ -93,9 +97,28 @@ class Service:
         self.draining = False
         self.stop_asked = asyncio.Event()
         self.running: set[Run] = set()
+        self.shared = shared
+        self.shared.lost = self._lost
         self._idle = asyncio.Event()
         self._idle.set()
         self._tasks = tasks
+
+    # ------------------------------------------------------------ other daemons
+    def _lost(self, session: Session) -> None:
+        self.spawn(self.regain(session), f"regain {session.id}")
+
+    async def regain(self, session: Session) -> None:
+        """Claim a session anew whose claim has run out; if it is another's now, its run ends."""
+        if session.is_busy and session.run is None:
+            return  # a verb holds it, and asks by itself
+        try:
+            await self.shared.claim(session)
+        except (SessionBusy, PreconditionFailed) as error:
+            log.warning("session=%s is not this daemon's any more: %s", session.id, error.message)
+            if session.run is not None:
+                session.run.stop()
+        except (TransferFailed, StoreUnavailable, SessionNotFound) as error:
+            log.warning("session=%s could not be claimed: %s", session.id, error.message)
 
     # ------------------------------------------------------------ the engine
     @property
@@ -180,6 +203,7 @@ class Service:
         bridge = self.bridge()
         session.enter(SessionState.ACTIVE)
         try:
+            await self.shared.claim(session)
             if work.prompt_ids is not None:
                 work = await self._as_append(session, work, work.prompt_ids)
             self.check_room(session, work)
@@ -295,10 +319,11 @@ class Service:
 
     async def _keep(self, session: Session, work: Work, run: Run, end: Done) -> Done | Failed:
         try:
+            await self.shared.claim(session)  # at once, unless it ran out meanwhile
             await self.keep_tokens(
                 session, session.transcript, work.append_ids + run.generated.tobytes(), work.turn
             )
-        except StoreUnavailable as error:
+        except TierError as error:
             self.forget_in_worker(session)
             return Failed.of(run.request_id, error)
         return end

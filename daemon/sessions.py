@@ -22,6 +22,7 @@ from dsv4_tierd.tiering.errors import (
     SessionExpired,
     SessionNotFound,
 )
+from dsv4_tierd.tiering.store.lease import Lease
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 SALT_CHARS_MAX = 128
@@ -85,7 +86,8 @@ class Subscriber:
 class Session:
     """A session in this process. Its facts are the ledger's; this adds what runs now.
 
-    ``opened_in``: the worker incarnation that knows it, 0 for none.
+    ``opened_in``: the worker incarnation that knows it, 0 for none. ``lease``: the last claim on
+    it among daemons that share a store; it may have run out since.
     """
 
     def __init__(self, ledger: Ledger, uid: str, id: str, salt: str) -> None:
@@ -96,6 +98,7 @@ class Session:
         self.ephemeral = False
         self.ephemeral_tokens = 0
         self.run: Run | None = None
+        self.lease: Lease | None = None
         self.pending_ids = b""  # appended by the running request, not yet journalled
         self.subscribers: set[Subscriber] = set()
         self._ledger = ledger
@@ -117,6 +120,11 @@ class Session:
     def length(self) -> int:
         """Tokens of the session, those of a running request not counted."""
         return self.ephemeral_tokens if self.ephemeral else self.record.transcript.length
+
+    @property
+    def shareable(self) -> bool:
+        """Whether it may be handed to another daemon."""
+        return not self.ephemeral
 
     @property
     def state(self) -> SessionState:

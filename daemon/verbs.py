@@ -10,17 +10,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from dsv4_tierd.daemon import handover
 from dsv4_tierd.daemon.bridge import Bridge
 from dsv4_tierd.daemon.encoding import ENCODING_VERSION
-from dsv4_tierd.daemon.ledger import (
-    AnyEvent,
-    Created,
-    Deleted,
-    Pinned,
-    Resumed,
-    Suspended,
-    Turn,
-)
+from dsv4_tierd.daemon.ledger import AnyEvent, Created, Deleted, Pinned, Resumed, Turn
 from dsv4_tierd.daemon.service import Service
 from dsv4_tierd.daemon.sessions import Session, SessionState
 from dsv4_tierd.daemon.transcript import ID_BYTES, Transcript, common_prefix
@@ -36,7 +29,13 @@ from dsv4_tierd.engine.messages import (
     TierBytes,
 )
 from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
-from dsv4_tierd.tiering.errors import InvalidRequest, NotPinned, TierError
+from dsv4_tierd.tiering.errors import (
+    InvalidRequest,
+    NotPinned,
+    PreconditionFailed,
+    SessionBusy,
+    TierError,
+)
 
 log = logging.getLogger("dsv4_tierd.daemon")
 
@@ -54,6 +53,12 @@ async def create(
 ) -> Session:
     """An empty session, durable. Needs no engine. Raises SessionExists, StoreUnavailable."""
     session = service.sessions.add(salt, id)
+    if id is not None:
+        try:
+            await service.shared.claim_new(session)
+        except BaseException:
+            service.sessions.remove(session)
+            raise
     await _commit_new(
         service,
         session,
@@ -78,6 +83,8 @@ async def _commit_new(service: Service, session: Session, events: Sequence[AnyEv
     def unmake() -> None:
         service.sessions.remove(session)
         service.forget_in_worker(session)
+        if session.lease is not None:
+            service.spawn(service.shared.release(session), f"release {session.id}")
 
     try:
         kept = service.journal.queue(events)
@@ -160,6 +167,7 @@ def _fork_in_worker(service: Service, source: Session, new: Session, length: int
 async def rewind(service: Service, session: Session, to: int) -> None:
     """Forget tokens from ``to`` on. Raises InvalidRequest, SessionBusy, StoreUnavailable."""
     with session.taken(SessionState.ACTIVE):
+        await service.shared.claim(session)
         await service.rewind_taken(session, to)
 
 
@@ -174,15 +182,17 @@ async def suspend_taken(
     service: Service, bridge: Bridge, session: Session, tier: Literal["host", "store"]
 ) -> None:
     """``suspend`` for a caller that holds the session."""
+    await service.shared.claim(session)
     await service.ensure_open(bridge, session)
     ack = await bridge.ask(lambda op: SuspendSession(op_id=op, session_id=session.uid, tier=tier))
-    await service.journal.commit([Suspended(uid=session.uid, tier=tier, tail_key=ack.tail_key)])
+    await handover.write_down(service, session, tier, ack.tail_key)
 
 
 async def resume(service: Service, session: Session) -> None:
-    """Bring the session's pages and tail to the device."""
+    """Bring the session's pages and tail to the device, as whoever had it last left it."""
     bridge = service.bridge()
     with session.taken(SessionState.RESUMING):
+        await handover.catch_up(service, session)
         await service.ensure_open(bridge, session)
         await bridge.ask(lambda op: ResumeSession(op_id=op, session_id=session.uid))
         await service.journal.commit([Resumed(uid=session.uid)])
@@ -244,10 +254,12 @@ def first_private_block(mine: Transcript, others: Sequence[Transcript]) -> int:
 async def close(service: Service, session: Session, *, expired: bool = False) -> None:
     """Delete a session, and every cached and stored byte that was its alone.
 
+    One that has expired here and went on at another daemon is forgotten here only.
     Raises SessionBusy, EngineRestarting (it has computed something, and the engine is away).
     """
     with session.taken(SessionState.CLOSING):
         record = session.record
+        is_mine = await _claimed_to_close(service, session, expired)
         if record.transcript.length or record.tail_key is not None:
             bridge = service.worker.bridge()
             others = [
@@ -261,13 +273,28 @@ async def close(service: Service, session: Session, *, expired: bool = False) ->
             await service.ensure_open(bridge, session)
             session.opened_in = 0  # whatever becomes of the answer
             await bridge.ask(
-                lambda op: CloseSession(op_id=op, session_id=session.uid, drop_from=drop_from)
+                lambda op: CloseSession(
+                    op_id=op, session_id=session.uid, drop_from=drop_from if is_mine else None
+                )
             )
+        if is_mine:
+            await service.shared.forget(session)
         kept = service.journal.queue([Deleted(uid=session.uid, expired=expired)])
         kept.add_done_callback(
             lambda done: _closed(service, session, expired) if done.exception() is None else None
         )
         await asyncio.shield(kept)
+
+
+async def _claimed_to_close(service: Service, session: Session, expired: bool) -> bool:
+    """Whether it is this daemon's to delete. Raises SessionBusy, unless it expired here."""
+    try:
+        await service.shared.claim(session, newer_is_fine=not expired)
+    except (SessionBusy, PreconditionFailed):
+        if not expired:
+            raise
+        return False
+    return True
 
 
 def _closed(service: Service, session: Session, expired: bool) -> None:
@@ -279,6 +306,8 @@ async def sweep(service: Service) -> None:
     """For ever: end what has outlived its time to live."""
     while True:
         await asyncio.sleep(SWEEP_S)
+        for session in service.shared.adrift():
+            await service.regain(session)
         now_s = time.time()
         for session in service.sessions:
             if session.is_busy or session.uid not in service.journal.ledger.records:

@@ -11,16 +11,22 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from dsv4_tierd.daemon import verbs, wire
+from dsv4_tierd.daemon import handover, verbs, wire
 from dsv4_tierd.daemon.ledger import Turn
 from dsv4_tierd.daemon.routes.common import salt_of
 from dsv4_tierd.daemon.routes.operations import model_names
 from dsv4_tierd.daemon.run import NO_LIMIT, Run, RunEvent
 from dsv4_tierd.daemon.service import Service, Work
-from dsv4_tierd.daemon.sessions import Session, check_id
+from dsv4_tierd.daemon.sessions import Session, SessionState, check_id
 from dsv4_tierd.daemon.transcript import ID_BYTES
 from dsv4_tierd.engine.messages import Done, Sampling, Tokens, Usage
-from dsv4_tierd.tiering.errors import InvalidRequest, NotFound, TierError, UnsupportedCombination
+from dsv4_tierd.tiering.errors import (
+    InvalidRequest,
+    NotFound,
+    SessionExists,
+    TierError,
+    UnsupportedCombination,
+)
 
 # Fields that change no token of the answer: taken, and not needed.
 IGNORED = frozenset(
@@ -269,8 +275,15 @@ async def _place(service: Service, ask: Ask) -> Session:
         return service.sessions.ephemeral(ask.salt)
     found = service.sessions.find(ask.salt, ask.session_id)
     if found is None and (ask.salt, ask.session_id) not in service.journal.ledger.expired:
-        return await verbs.create(service, ask.salt, ask.session_id)
-    return service.sessions.get(ask.salt, ask.session_id)
+        try:
+            return await verbs.create(service, ask.salt, ask.session_id)
+        except SessionExists:
+            return await handover.adopt(service, ask.salt, ask.session_id)
+    session = service.sessions.get(ask.salt, ask.session_id)
+    if service.shared.applies(session) and not service.shared.owns(session):
+        with session.taken(SessionState.RESUMING):  # all words come with the request
+            await handover.catch_up(service, session)
+    return session
 
 
 def cancel_all(runs: Sequence[Run]) -> None:

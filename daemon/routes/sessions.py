@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 from msgspec import UnsetType
 
-from dsv4_tierd.daemon import verbs, wire
+from dsv4_tierd.daemon import handover, verbs, wire
 from dsv4_tierd.daemon.ledger import Changed, Turn
 from dsv4_tierd.daemon.middleware import json_response
 from dsv4_tierd.daemon.operations import Operation
@@ -26,10 +26,15 @@ from dsv4_tierd.daemon.routes.common import (
 )
 from dsv4_tierd.daemon.run import Run
 from dsv4_tierd.daemon.service import Service, Work
-from dsv4_tierd.daemon.sessions import Session, SessionState, Subscriber
+from dsv4_tierd.daemon.sessions import Session, SessionState, Subscriber, check_id
 from dsv4_tierd.daemon.stream import EventStream
 from dsv4_tierd.engine.messages import Done, Progress
-from dsv4_tierd.tiering.errors import InvalidRequest, QueueFull
+from dsv4_tierd.tiering.errors import (
+    InvalidRequest,
+    QueueFull,
+    SessionExpired,
+    SessionNotFound,
+)
 
 LIST_MAX = 1_000
 SUBSCRIBERS_MAX = 16
@@ -163,7 +168,7 @@ async def patch_one(request: web.Request) -> web.Response:
     changed = Changed(
         uid=session.uid, metadata=wire.check_metadata(metadata), ttl_s=wire.check_ttl(ttl_s)
     )
-    await service_of(request).journal.commit([changed])
+    await handover.change(service_of(request), session, changed)
     return json_response(session_json(session))
 
 
@@ -199,11 +204,21 @@ async def suspend(request: web.Request) -> web.Response:
 
 
 async def resume(request: web.Request) -> web.Response:
-    """Bring a session to the device; an operation, or ?wait=true."""
+    """Bring a session to the device; an operation, or ?wait=true.
+
+    One that this daemon does not know is taken over from the daemon that suspended it.
+    """
     service = service_of(request)
     body = wire.decode(await request.read(), wire.Resume)
-    session = session_of(request, body.cache_salt)
     service.bridge()  # what would fail at once is answered at once, not in an operation
+    try:
+        session = session_of(request, body.cache_salt)
+    except (SessionNotFound, SessionExpired) as unknown:
+        salt = salt_of(request, body.cache_salt)
+        try:
+            session = await handover.adopt(service, salt, check_id(request.match_info["id"]))
+        except SessionNotFound:
+            raise unknown from None
     session.refuse_busy()
 
     async def work() -> dict[str, Any]:

@@ -29,10 +29,19 @@ log = logging.getLogger(__name__)
 
 _DRIFT = 0.02  # how much slower than the server's a holder's clock may run
 _SEQUENCE_S = 86_400
+RECORD_BYTES_MAX = 64 << 20  # what a read allows time for
 
 
 class LeaseLost(PreconditionFailed):
     """Another holds it, or nobody: what was to be done was not done."""
+
+
+class HeldByAnother(SessionBusy):
+    """``owner`` holds it; unless renewed, for ``retry_after_s`` more."""
+
+    def __init__(self, name: str, owner: str, left_s: float) -> None:
+        super().__init__(f"{name} is held by {owner}", retry_after_s=left_s)
+        self.owner = owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +67,10 @@ class SessionLeases(Protocol):
     """
 
     def acquire(self, name: str, holder: str, ttl_s: float) -> Lease:
-        """Claim a name; one's own claim is renewed. ``holder`` is unique to one life of a process.
+        """Claim a name; one's own claim is renewed.
 
-        Raises SessionBusy, with ``retry_after_s``: another holds it.
+        ``holder`` names one process at a time: a later life may only use the name of one that is
+        known to be dead. Raises HeldByAnother.
         """
 
     def renew(self, lease: Lease) -> Lease:
@@ -69,11 +79,14 @@ class SessionLeases(Protocol):
     def release(self, lease: Lease) -> bool:
         """Give it up; False: it was not held any more, and nothing changed."""
 
-    def write(self, lease: Lease, record: bytes) -> None:
-        """Replace what is recorded under the name. Raises LeaseLost: nothing was written."""
+    def write(self, lease: Lease, record: bytes, ttl_s: float | None = None) -> None:
+        """Replace what is recorded under the name, for ``ttl_s`` seconds or for ever.
 
-    def read(self, name: str) -> bytes | None:
-        """What is recorded under the name; anyone may ask."""
+        Raises LeaseLost: nothing was written.
+        """
+
+    def read(self, name: str, bytes_max: int | None = None) -> bytes | None:
+        """What is recorded under the name, or its first bytes; anyone may ask."""
 
     def forget(self, lease: Lease) -> None:
         """Remove the record and the lease. Raises LeaseLost."""
@@ -110,11 +123,13 @@ redis.call('SET', KEYS[1], token .. ' ' .. ARGV[1], 'PX', ARGV[2])
 return {token}
 """
 
-# ARGV: claim, 'renew' ms | 'release' | 'write' record | 'forget'. Returns 1, or 0.
+# ARGV: claim, 'renew' ms | 'release' | 'write' record ms (0: for ever) | 'forget'. Returns 1, or 0.
 _CHANGE = """#!lua
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 if ARGV[2] == 'renew' then redis.call('PEXPIRE', KEYS[1], ARGV[3])
-elseif ARGV[2] == 'write' then redis.call('SET', KEYS[3], ARGV[3])
+elseif ARGV[2] == 'write' then
+  if ARGV[4] == '0' then redis.call('SET', KEYS[3], ARGV[3])
+  else redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[4]) end
 else
   redis.call('DEL', KEYS[1])
   if ARGV[2] == 'forget' then redis.call('DEL', KEYS[3]) end
@@ -142,10 +157,7 @@ class RedisLeases:
         if not token:
             _, owner, left_ms = reply
             assert isinstance(owner, bytes) and isinstance(left_ms, int)
-            raise SessionBusy(
-                f"{name} is held by {owner.decode(errors='replace')}",
-                retry_after_s=max(left_ms, 0) / 1000,
-            )
+            raise HeldByAnother(name, owner.decode(errors="replace"), max(left_ms, 0) / 1000)
         return Lease(name, holder, token, ttl_s, begun + ttl_s * (1 - _DRIFT))
 
     def renew(self, lease: Lease) -> Lease:
@@ -158,13 +170,18 @@ class RedisLeases:
         """See the protocol."""
         return self._script(_CHANGE, lease.name, _claim(lease), "release") == 1
 
-    def write(self, lease: Lease, record: bytes) -> None:
+    def write(self, lease: Lease, record: bytes, ttl_s: float | None = None) -> None:
         """See the protocol."""
-        self._change(lease, "write", record)
+        ttl_ms = 0 if ttl_s is None else max(1, int(ttl_s * 1000))
+        self._change(lease, "write", record, ttl_ms)
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, bytes_max: int | None = None) -> bytes | None:
         """See the protocol."""
-        reply = self._link.call(_keys(name)[2], "GET", _keys(name)[2])
+        key = _keys(name)[2]
+        if bytes_max is not None:
+            head = self._link.call(key, "GETRANGE", key, 0, bytes_max - 1)
+            return head if isinstance(head, bytes) and head else None
+        reply = self._link.call(key, "GET", key, size=RECORD_BYTES_MAX)
         return reply if isinstance(reply, bytes) else None
 
     def forget(self, lease: Lease) -> None:
@@ -182,7 +199,8 @@ class RedisLeases:
 
     def _script(self, script: str, name: str, *args: Argument) -> Reply:
         keys = _keys(name)
-        return self._link.call(keys[0], "EVAL", script, len(keys), *keys, *args)
+        size = sum(len(arg) for arg in args if isinstance(arg, bytes))
+        return self._link.call(keys[0], "EVAL", script, len(keys), *keys, *args, size=size)
 
 
 def _keys(name: str) -> list[bytes]:

@@ -16,7 +16,13 @@ import pytest
 import redis_servers
 from dsv4_tierd.tiering.errors import SessionBusy, StoreUnavailable
 from dsv4_tierd.tiering.store import lease as lease_module
-from dsv4_tierd.tiering.store.lease import Lease, LeaseKeeper, LeaseLost, RedisLeases
+from dsv4_tierd.tiering.store.lease import (
+    HeldByAnother,
+    Lease,
+    LeaseKeeper,
+    LeaseLost,
+    RedisLeases,
+)
 from dsv4_tierd.tiering.store.redis import RedisStore
 from proxy import Proxy
 from redis_cases import eventually, open_redis
@@ -59,8 +65,9 @@ def test_one_owner(leases: RedisLeases) -> None:
     """A second claim is refused with the owner's name and the time left; release lets it in."""
     mine = leases.acquire("s", "a", 30)
     assert mine.valid
-    with pytest.raises(SessionBusy, match="held by a") as caught:
+    with pytest.raises(HeldByAnother, match="held by a") as caught:
         leases.acquire("s", "b", 30)
+    assert caught.value.owner == "a"
     assert caught.value.retry_after_s == pytest.approx(30, abs=1)
     assert leases.holder_of("s") == "a"
     assert leases.acquire("other", "b", 30).token
@@ -104,6 +111,18 @@ def test_expiry_hands_over_and_fences(leases: RedisLeases) -> None:
     leases.forget(new)
     assert leases.read("s") is None
     assert leases.holder_of("s") is None
+
+
+def test_a_record_may_have_an_end(leases: RedisLeases) -> None:
+    """It lasts for its time or for ever, and its first bytes can be read alone."""
+    mine = leases.acquire("s", "a", 30)
+    assert leases.read("s", 4) is None
+    leases.write(mine, bytes(range(9)), 0.2)
+    assert leases.read("s", 4) == bytes(range(4))
+    eventually(lambda: leases.read("s") is None)
+    leases.write(mine, bytes(6 << 20), 30)
+    leases.write(mine, bytes(6 << 20))
+    assert leases.read("s") == bytes(6 << 20)
 
 
 def test_the_same_holder_after_expiry_is_another_claim(leases: RedisLeases) -> None:

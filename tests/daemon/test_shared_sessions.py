@@ -1,0 +1,305 @@
+"""Two daemons on one Redis: a session is suspended here, resumed there, and owned by one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import redis_servers
+from daemon_harness import Daemon, expected, run_daemon
+from dsv4_tierd.daemon import verbs
+from dsv4_tierd.daemon.sessions import SessionState
+from proxy import Proxy
+
+WORDS = list(range(5, 25))
+RESUME = "/resume?wait=true"
+SUSPEND = "/suspend?wait=true"
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+class Pair:
+    """Daemons ``a`` and ``b`` on one server; ``a`` reaches it through a proxy."""
+
+    def __init__(self, stack: AsyncExitStack, folder: Path) -> None:
+        self.server = redis_servers.emptied()
+        self.proxy = Proxy(self.server.port)
+        stack.callback(self.proxy.close)
+        self.stack, self.folder = stack, folder
+
+    async def start(self, name: str, model: str = "plain", **settings: Any) -> Daemon:
+        url = self.proxy.url if name == "a" else self.server.url
+        settings = {"store": f"{url}?deadline_s=0.4", "name": name, "drain_s": 0.5} | settings
+        return await self.stack.enter_async_context(
+            run_daemon(self.folder / name, model, **settings)
+        )
+
+
+@pytest.fixture
+def pair(stack: AsyncExitStack, tmp_path: Path) -> Pair:
+    return Pair(stack, tmp_path)
+
+
+async def generate(daemon: Daemon, ids: list[int], count: int = 3, name: str = "s") -> Any:
+    body = {"token_ids": ids, "max_tokens": count}
+    return await daemon.ok("POST", f"/v1/sessions/{name}/generate", body)
+
+
+async def refused(daemon: Daemon, verb: str, body: Any = None, method: str = "POST") -> Any:
+    """Status, code and message of what is refused on session ``s``."""
+    status, found, response = await daemon.call(method, f"/v1/sessions/s{verb}", body or {})
+    assert status >= 400, found
+    if status in (409, 412):
+        assert response.headers["x-should-retry"] == "false"
+    return status, found["error"]["code"], found["error"]["message"]
+
+
+async def test_suspended_here_resumed_there_and_back(pair: Pair) -> None:
+    """Words, metadata and answers go along; whoever has older words is told to resume first."""
+    a, b = await pair.start("a"), await pair.start("b")
+    made = {"id": "s", "metadata": {"who": "x"}, "ttl": 600, "cache_salt": "t"}
+    salt = {"headers": {"X-Cache-Salt": "t"}}
+    await a.ok("POST", "/v1/sessions", made)
+    body = {"token_ids": WORDS, "max_tokens": 3}
+    first = await a.ok("POST", "/v1/sessions/s/generate", body, **salt)
+    words = WORDS + first["token_ids"]
+    assert (await b.call("POST", "/v1/sessions/s" + RESUME, {}))[0] == 404, "another tenant's"
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {}, **salt)
+    found = await b.ok("POST", "/v1/sessions/s" + RESUME, {}, **salt)
+    assert (found["tokens"], found["metadata"], found["ttl"]) == (23, {"who": "x"}, 600)
+    assert found["state"] == "idle"
+    body = {"token_ids": [7], "max_tokens": 4}
+    second = await b.ok("POST", "/v1/sessions/s/generate", body, **salt)
+    assert second["token_ids"] == expected([*words, 7], 4)
+    words += [7, *second["token_ids"]]
+    status, gone, _ = await a.call("POST", "/v1/sessions/s/generate", body, **salt)
+    assert (status, gone["error"]["code"]) == (409, "session_busy")
+    assert b.service.shared.holder in gone["error"]["message"]
+    await b.ok("POST", "/v1/sessions/s" + SUSPEND, {}, **salt)
+    status, gone, _ = await a.call("POST", "/v1/sessions/s/generate", body, **salt)
+    assert (status, gone["error"]["code"]) == (412, "precondition_failed")
+    assert "28 tokens" in gone["error"]["message"]
+    await a.ok("POST", "/v1/sessions/s" + RESUME, {}, **salt)
+    third = await a.ok("POST", "/v1/sessions/s/generate", body, **salt)
+    assert third["token_ids"] == expected([*words, 7], 4)
+
+
+async def test_what_one_holds_no_other_touches(pair: Pair) -> None:
+    """While A holds it, B can neither resume, create nor delete it, and is told whose it is."""
+    a, b = await pair.start("a"), await pair.start("b")
+    await a.ok("POST", "/v1/sessions", {"id": "s"})
+    await generate(a, WORDS)
+    for verb in (RESUME, RESUME):
+        status, code, message = await refused(b, verb)
+        assert (status, code) == (409, "session_busy")
+        assert a.service.shared.holder in message
+    status, found, _ = await b.call("POST", "/v1/sessions", {"id": "s"})
+    assert (status, found["error"]["code"]) == (409, "session_exists")
+    assert a.service.shared.holder in found["error"]["message"]
+    assert (await b.ok("GET", "/v1/sessions"))["data"] == []
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    status, found, _ = await b.call("POST", "/v1/sessions", {"id": "s"})
+    assert (status, found["error"]["code"]) == (409, "session_exists")
+    await b.ok("POST", "/v1/sessions/s" + RESUME, {})
+    for method, verb in (("DELETE", ""), ("POST", "/rewind"), ("POST", SUSPEND), ("POST", RESUME)):
+        body = {"to": 1} if verb == "/rewind" else {}
+        status, code, message = await refused(a, verb, body, method)
+        assert (status, code) == (409, "session_busy"), verb
+        assert b.service.shared.holder in message
+    assert (await a.ok("GET", "/v1/sessions/s"))["state"] == "suspended"
+
+
+async def test_a_deleted_session_is_deleted_for_all(pair: Pair) -> None:
+    """Nothing of it is left to be resumed, and its name is free."""
+    a, b = await pair.start("a"), await pair.start("b")
+    await a.ok("POST", "/v1/sessions", {"id": "s"})
+    await generate(a, WORDS)
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    await a.ok("DELETE", "/v1/sessions/s")
+    assert (await refused(b, RESUME))[:2] == (404, "session_not_found")
+    with pair.server.client as client:
+        assert not client.keys("tierd:1:lease:*record")
+        assert not client.keys("tierd:1:lease:*by")
+    await b.ok("POST", "/v1/sessions", {"id": "s"})
+
+
+async def test_a_daemon_that_starts_again_has_its_claims(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, it need not wait for its own lease to run out; its words are what it had."""
+    monkeypatch.setattr(verbs, "_suspend_all", _nothing)  # as if killed
+    b = await pair.start("b", lease_s=60)
+    async with run_daemon(pair.folder / "a", name="a", store=pair.server.url, lease_s=60) as a:
+        await a.ok("POST", "/v1/sessions", {"id": "s"})
+        words = WORDS + (await generate(a, WORDS))["token_ids"]
+    assert (await refused(b, RESUME))[:2] == (409, "session_busy")
+    async with run_daemon(pair.folder / "a", name="a", store=pair.server.url, lease_s=60) as a:
+        answer = await generate(a, [7])
+        assert answer["token_ids"] == expected([*words, 7], 3)
+
+
+async def _nothing(*_: object) -> None:
+    return
+
+
+async def test_a_drained_daemon_leaves_its_sessions_to_others(pair: Pair) -> None:
+    """SIGTERM suspends every session to the shared store: another goes on at once."""
+    b = await pair.start("b")
+    async with run_daemon(pair.folder / "a", name="a", store=pair.server.url) as a:
+        await a.ok("POST", "/v1/sessions", {"id": "s"})
+        words = WORDS + (await generate(a, WORDS))["token_ids"]
+    await b.ok("POST", "/v1/sessions/s" + RESUME, {})
+    assert (await generate(b, [7]))["token_ids"] == expected([*words, 7], 3)
+
+
+async def test_an_owner_that_is_cut_off_loses_it_and_is_fenced(pair: Pair) -> None:
+    """Past its lease another goes on from the last record; what the first had under way fails."""
+    a = await pair.start("a", "delay=0.02", lease_s=0.6)
+    b = await pair.start("b", lease_s=0.6)
+    await a.ok("POST", "/v1/sessions", {"id": "s"})
+    words = WORDS + (await generate(a, WORDS))["token_ids"]
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    await a.ok("POST", "/v1/sessions/s" + RESUME, {})
+    running = asyncio.create_task(refused(a, "/generate", {"max_tokens": 5000}))
+    await a.until(lambda: a.service.running)
+    assert (await refused(b, RESUME))[:2] == (409, "session_busy")
+    pair.proxy.stop()
+    async with asyncio.timeout(5):
+        while (await b.call("POST", "/v1/sessions/s" + RESUME, {}))[0] != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    answer = await generate(b, [7])
+    assert answer["token_ids"] == expected([*words, 7], 3)
+    assert a.service.running, "nobody has told it yet"
+    pair.proxy.go()
+    status, code, message = await running
+    assert (status, code) == (409, "session_busy")
+    assert b.service.shared.holder in message
+    assert (await a.ok("GET", "/v1/sessions/s"))["tokens"] == len(words), "none of it is kept"
+    words += [7, *answer["token_ids"]]
+    await b.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    await a.ok("POST", "/v1/sessions/s" + RESUME, {})
+    assert (await generate(a, [7], 2))["token_ids"] == expected([*words, 7], 2)
+
+
+async def test_while_the_server_is_away_a_daemon_uses_what_it_holds(pair: Pair) -> None:
+    """What it holds it goes on with; what it gave up it refuses, and says why; both come back."""
+    a = await pair.start("a", lease_s=0.6)
+    for name in ("s", "held"):
+        await a.ok("POST", "/v1/sessions", {"id": name})
+        await generate(a, WORDS, name=name)
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    pair.proxy.stop()
+    status, code, message = await refused(a, "/generate", {"max_tokens": 1})
+    assert (status, code) == (503, "store_unavailable")
+    assert "shared store" in message
+    await generate(a, [7], name="held")
+    await a.until(lambda: a.service.shared.adrift() or not _owned(a, "held"))
+    await generate(a, [7], name="held")
+    await a.ok("POST", "/v1/sessions", {"id": "new"})
+    await generate(a, [7], name="new")
+    pair.proxy.go()
+    await a.until(lambda: _owned(a, "held"))
+    await generate(a, [7])
+
+
+def _owned(daemon: Daemon, id: str) -> bool:
+    found = daemon.service.sessions.find("", id)
+    return found is not None and daemon.service.shared.owns(found)
+
+
+async def test_what_is_changed_while_suspended_goes_along(pair: Pair) -> None:
+    """Metadata and time to live of a suspended session are those that others get."""
+    a, b = await pair.start("a"), await pair.start("b")
+    await a.ok("POST", "/v1/sessions", {"id": "s"})
+    await generate(a, WORDS)
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    await a.ok("PATCH", "/v1/sessions/s", {"metadata": {"n": 1}, "ttl": 50})
+    found = await b.ok("POST", "/v1/sessions/s" + RESUME, {})
+    assert (found["metadata"], found["ttl"]) == ({"n": 1}, 50)
+
+
+async def test_expiry_here_leaves_what_went_on_there(pair: Pair) -> None:
+    """A's copy expires and goes; B, who used it since, keeps the session."""
+    a, b = await pair.start("a"), await pair.start("b")
+    await a.ok("POST", "/v1/sessions", {"id": "s", "ttl": 600})
+    words = WORDS + (await generate(a, WORDS))["token_ids"]
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    await b.ok("POST", "/v1/sessions/s" + RESUME, {})
+    session = a.service.sessions.get("", "s")
+    await verbs.close(a.service, session, expired=True)
+    assert (await a.call("GET", "/v1/sessions/s"))[0] == 410
+    assert (await generate(b, [7]))["token_ids"] == expected([*words, 7], 3)
+    words += [7, *expected([*words, 7], 3)]
+    await b.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    found = await a.ok("POST", "/v1/sessions/s" + RESUME, {})
+    assert found["tokens"] == len(words)
+
+
+async def test_chats_go_on_wherever_they_arrive(pair: Pair) -> None:
+    """A chat brings its whole prompt: it is answered at A, then at B, then at A again."""
+    a, b = await pair.start("a"), await pair.start("b")
+    chat = {"messages": [{"role": "user", "content": "u"}], "max_tokens": 2, "temperature": 0}
+    head = {"headers": {"X-Session-Id": "s"}}
+    first = await a.ok("POST", "/v1/chat/completions", chat, **head)
+    status, found, _ = await b.call("POST", "/v1/chat/completions", chat, **head)
+    assert (status, found["error"]["code"]) == (409, "session_busy")
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    again = await b.ok("POST", "/v1/chat/completions", chat, **head)
+    assert again["choices"][0]["message"] == first["choices"][0]["message"]
+    await b.ok("POST", "/v1/sessions/s/generate", {"token_ids": [7], "max_tokens": 1})
+    await b.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    third = await a.ok("POST", "/v1/chat/completions", chat, **head)
+    assert third["choices"][0]["message"] == first["choices"][0]["message"]
+
+
+async def test_a_damaged_record_is_refused(pair: Pair) -> None:
+    """Words that fail their check are nobody's: an error, and no session is made of them."""
+    a, b = await pair.start("a"), await pair.start("b")
+    await a.ok("POST", "/v1/sessions", {"id": "s"})
+    await generate(a, WORDS)
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    with pair.server.client as client:
+        [key] = client.keys("tierd:1:lease:*record")
+        data = bytearray(client.get(key))
+        data[-1] ^= 1
+        client.set(key, bytes(data))
+    assert (await refused(b, RESUME))[:2] == (500, "transfer_failed")
+    assert (await b.ok("GET", "/v1/sessions"))["data"] == []
+    await generate(a, [7])  # whoever has the words goes on, and its next record is whole
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    await b.ok("POST", "/v1/sessions/s" + RESUME, {})
+
+
+async def test_a_record_lasts_no_longer_than_its_session(pair: Pair) -> None:
+    """A time to live bounds the record at the server too; one that ran out is 410 elsewhere."""
+    a, b = await pair.start("a"), await pair.start("b")
+    await a.ok("POST", "/v1/sessions", {"id": "s", "ttl": 0.6})
+    await generate(a, WORDS)
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    with pair.server.client as client:
+        [key] = client.keys("tierd:1:lease:*record")
+        assert 3500_000 < client.pttl(key) < 3601_000
+        a.service.draining = True
+    session = a.service.sessions.get("", "s")
+    with session.taken(SessionState.ACTIVE):  # A does not sweep it away meanwhile
+        await asyncio.sleep(0.7)
+        assert (await refused(b, RESUME))[:2] == (410, "session_expired")
+
+
+async def test_sharing_can_be_switched_off(pair: Pair) -> None:
+    """A daemon alone on its Redis claims and records nothing."""
+    a = await pair.start("a", share_sessions=False)
+    await a.ok("POST", "/v1/sessions", {"id": "s"})
+    await generate(a, WORDS)
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    with pair.server.client as client:
+        assert not client.keys("tierd:1:lease:*")
