@@ -44,7 +44,8 @@ from dsv4_tierd.tiering.store.protocol import (
 )
 from dsv4_tierd.tiering.store.tiered_copies import chain_of
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # written; from FORMAT_VERSION_MIN on they are read
+FORMAT_VERSION_MIN = 1
 MANIFEST_BYTES_MAX = 1 << 20
 _MAGIC, _END = b"DSV4PFX1", b"DSV4PEND"
 _HEAD, _TAIL = struct.Struct("<8sIQ"), struct.Struct("<8sQ32s")
@@ -75,7 +76,7 @@ class Manifest:
         """Raises TransferFailed, UnsupportedCombination (a later format)."""
         try:
             found: Mapping[str, Any] = json.loads(data)
-            if found["format"] != FORMAT_VERSION:
+            if not FORMAT_VERSION_MIN <= found["format"] <= FORMAT_VERSION:
                 raise UnsupportedCombination(
                     f"the file has format {found['format']}, this reads {FORMAT_VERSION}"
                 )

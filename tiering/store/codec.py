@@ -36,7 +36,8 @@ from dsv4_tierd.tiering.errors import InvalidRequest, TransferFailed
 from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, StoredObject
 
 MAGIC = b"DSV4TIER"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # written; from FORMAT_VERSION_MIN on they are read
+FORMAT_VERSION_MIN = 1
 DIGEST_BYTES = 32
 FIXED_BYTES = 192
 TENANT_BYTES_MAX = 1024
@@ -65,6 +66,12 @@ class RecordHeader:
     def frame_bytes(self) -> int:
         """Header and payload."""
         return self.header_bytes + self.payload_bytes
+
+
+def readable() -> str:
+    """The formats that this release reads, for people."""
+    low, high = FORMAT_VERSION_MIN, FORMAT_VERSION
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def header_size(tenant: str) -> int:
@@ -122,8 +129,8 @@ def decode_header(data: bytes | bytearray | memoryview) -> RecordHeader:
     ) = _FIELDS.unpack_from(view)
     if magic != MAGIC:
         raise TransferFailed("not a record: wrong magic")
-    if version != FORMAT_VERSION:
-        raise TransferFailed(f"record format {version}, this reads {FORMAT_VERSION}")
+    if not FORMAT_VERSION_MIN <= version <= FORMAT_VERSION:
+        raise TransferFailed(f"record format {version}, this reads {readable()}")
     if not FIXED_BYTES + tenant_bytes <= header_bytes <= min(len(view), HEADER_BYTES_MAX):
         raise TransferFailed(f"header of {header_bytes} bytes with {len(view)} at hand")
     covered = bytes(view[: _FIELDS.size]) + bytes(view[FIXED_BYTES:header_bytes])

@@ -18,7 +18,10 @@ _CONTEXT = "dsv4-tierd 2026-01 prefix store identity v1"
 class StoreIdentity:
     """Everything but the tenant that decides whether stored bytes may be used.
 
-    Digests are hex; formats and dtypes are names (``fp8``, ``float32``).
+    Digests are hex; formats and dtypes are names (``fp8``, ``float32``). ``layout_version`` is
+    that of the oldest layout which reads and writes the same bytes of a page, a point and a tail:
+    it is raised when bytes from before can no longer be used. What wraps them (records, index,
+    catalogue rows, log objects, bundles) has versions of its own, and older ones are read.
     """
 
     weights_digest: str

@@ -15,7 +15,8 @@ from dsv4_tierd.tiering.errors import StoreUnavailable
 from dsv4_tierd.tiering.store.catalogue import Entry, Extent
 from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 1  # written; from SCHEMA_VERSION_MIN on they are read
+SCHEMA_VERSION_MIN = 1
 _WAL_PAGES = 256  # 1 MiB of log before it is folded back into the file
 
 _SCHEMA = """
@@ -151,11 +152,17 @@ class Index:
             self._db.executescript(
                 f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
             )
-        elif version != SCHEMA_VERSION:
-            raise IndexCorrupt(f"index of version {version}, this reads {SCHEMA_VERSION}")
         problems = execute("PRAGMA quick_check").fetchall()
         if problems != [("ok",)]:
             raise IndexCorrupt(f"{self.path.name}: {problems[0][0]}")
+        if version > SCHEMA_VERSION:  # rebuilt from records that this release cannot read, all went
+            raise StoreUnavailable(
+                f"{self.path} was written by a later release: index version {version},"
+                f" this reads up to {SCHEMA_VERSION}",
+                retry_after_s=None,
+            )
+        if not create and version < SCHEMA_VERSION_MIN:
+            raise IndexCorrupt(f"index of version {version}")
 
     def _transaction(self) -> _Transaction:
         return _Transaction(self._db)

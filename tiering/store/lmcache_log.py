@@ -39,7 +39,8 @@ _WATCH_POLLS = 20  # a claimed slot is looked at so often
 _HEAD = struct.Struct("<8sHHI16sQ32s")  # magic, version, rows, bytes, writer, number, identity
 _ROW = struct.Struct("<BBHIQ32s32s")  # verb and parent bit, kind, tenant bytes, incarnation, ...
 _SUM = struct.Struct("<Q")
-_MAGIC, _VERSION = b"DSV4LOG\0", 1
+_MAGIC = b"DSV4LOG\0"
+_VERSION, _VERSION_MIN = 1, 1  # written; from the minimum on they are read
 _REMOVED, _PARENT = 1, 2
 
 
@@ -80,7 +81,9 @@ def unpack_rows(identity: bytes, writer: bytes, number: int, data: bytearray) ->
     ):
         raise ValueError("wrong checksum")
     magic, version, count, _, *name = _HEAD.unpack_from(data)
-    if (magic, version) != (_MAGIC, _VERSION) or name != [writer, number, identity]:
+    if magic == _MAGIC and not _VERSION_MIN <= version <= _VERSION:
+        raise ValueError(f"it is of version {version}, of another release of dsv4-tierd")
+    if magic != _MAGIC or name != [writer, number, identity]:
         raise ValueError("not the log object that was asked for")
     rows, at = [], _HEAD.size
     for _ in range(count):

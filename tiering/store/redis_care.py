@@ -38,8 +38,8 @@ def shelves(own: Shelf) -> Iterator[Shelf]:
             yield Shelf(own.link, bytes.fromhex(name.decode()))
 
 
-def _rows(shelf: Shelf) -> Iterator[_Found]:
-    """Rows that this version can read; HSCAN may show one twice."""
+def _rows(shelf: Shelf, strange: set[bytes] | None = None) -> Iterator[_Found]:
+    """Rows that this version can read, the others into ``strange``; HSCAN may show one twice."""
     seen: set[bytes] = set()
     for name, row in scan_hash(shelf.link, shelf.names.cat):
         if name not in seen:
@@ -47,7 +47,8 @@ def _rows(shelf: Shelf) -> Iterator[_Found]:
             try:
                 yield name, row, key_of(name), Place.unpack(row)
             except (TransferFailed, ValueError):
-                continue
+                if strange is not None:
+                    strange.add(name)
 
 
 def list_objects(own: Shelf) -> Iterator[ObjectInfo]:
@@ -124,27 +125,34 @@ def _wrong(shelf: Shelf, key: ObjectKey, place: Place) -> str:
 def tidy(own: Shelf, grace_s: float) -> GcReport:
     """Bytes without rows go, rows without bytes go, identities without objects go.
 
+    Where another release has rows that this one cannot read, bytes stay: they may be theirs.
     ``segments_compacted`` counts the extents that went. Raises StoreUnavailable.
     """
     used = removed = count = 0
     known: set[bytes] = set()
+    untouchable: list[bytes] = []
     for shelf in list(shelves(own)):
+        strange: set[bytes] = set()
         count += shelf.sweep()
         listed = dict(scan_hash(shelf.link, shelf.names.live))  # before the rows: see below
         by_extent: dict[bytes, list[_Found]] = {}
-        for found in _rows(shelf):
+        for found in _rows(shelf, strange):
             by_extent.setdefault(found[3].extent, []).append(found)
         known |= by_extent.keys()
+        if strange:
+            untouchable.append(shelf.names.extents)
         # A row published after `live` was read is not in it, so what is in it alone is dead.
-        dead = [extent for extent in listed if extent not in by_extent]
+        dead = [extent for extent in listed if extent not in by_extent and not strange]
         for group in batched(dead, ROWS_PER_CALL):
             for where in (shelf.names.live, shelf.names.meta):
                 shelf.link.call(where, "HDEL", where, *group)
         used += sum(rows[0][3].extent_bytes for rows in by_extent.values())
         removed += _forget_lost(shelf, by_extent)
-        if not by_extent and shelf is not own and shelf.forget_identity():
+        forgettable = not by_extent and not strange and shelf is not own
+        if forgettable and shelf.forget_identity():
             own.link.call(IDENTITIES, "HDEL", IDENTITIES, shelf.names.identity)
-    orphans, orphan_bytes = _remove_orphans(own.link, known, own.mirror.now_ms(), grace_s)
+    before_ms = own.mirror.now_ms() - int(grace_s * 1000)
+    orphans, orphan_bytes = _remove_orphans(own.link, known, tuple(untouchable), before_ms)
     return GcReport(used + orphan_bytes, used - removed, count + orphans)
 
 
@@ -176,7 +184,9 @@ def _forget_lost(shelf: Shelf, by_extent: dict[bytes, list[_Found]]) -> int:
     return lost
 
 
-def _remove_orphans(link: Link, known: set[bytes], now_ms: int, grace_s: float) -> tuple[int, int]:
+def _remove_orphans(
+    link: Link, known: set[bytes], untouchable: tuple[bytes, ...], before_ms: int
+) -> tuple[int, int]:
     """Values of extents that no catalogue knows and that are too old to be on their way.
 
     Returns how many values went, and their bytes.
@@ -184,7 +194,7 @@ def _remove_orphans(link: Link, known: set[bytes], now_ms: int, grace_s: float) 
     count = size = 0
     for name in _extent_values(link):
         extent, born_ms = extent_of(name)
-        if extent in known or now_ms - born_ms < grace_s * 1000:
+        if extent in known or born_ms > before_ms or extent.startswith(untouchable):
             continue
         length = link.call(name, "STRLEN", name)
         assert isinstance(length, int)

@@ -93,7 +93,14 @@ class Keeper:
             log_other_identities(self._link, self._identity)
             self._named_others = True
         if anew:
-            log.info("store: %d objects in the catalogue", self._shelf.mirror.count)
+            mirror = self._shelf.mirror
+            log.info("store: %d objects in the catalogue", mirror.count)
+            if mirror.passed_over:
+                log.warning(
+                    "store: %d catalogue rows of another version are passed over: written by"
+                    " another release of dsv4-tierd",
+                    len(mirror.passed_over),
+                )
 
     def _tidy(self) -> None:
         now = time.monotonic()

@@ -52,6 +52,7 @@ class Mirror:
         self.last_id = BEGINNING
         self.pinned: set[bytes] = set()
         self.bytes_used = 0
+        self.passed_over: set[bytes] = set()
         self.tenant_bytes: dict[str, int] = {}
         self.held: dict[bytes, Held] = {}
         self._identity = identity
@@ -85,6 +86,11 @@ class Mirror:
     @property
     def count(self) -> int:
         return self._catalogue.count
+
+    @property
+    def seen(self) -> int:
+        """Rows of the server's catalogue, those of other versions too."""
+        return self._catalogue.count + len(self.passed_over)
 
     def rows(self) -> list[Row]:
         """All of them."""
@@ -198,6 +204,7 @@ class Mirror:
         with self.lock:
             self._catalogue = Catalogue()
             self.held, self.bytes_used, self.tenant_bytes = {}, 0, {}
+            self.passed_over = set()
             self._ahead, self.last_id, self.pinned = {}, last_id, set(pins)
             for name, packed in sorted(rows.items(), key=_age):
                 self._put(name, packed)
@@ -225,6 +232,7 @@ class Mirror:
         elif verb == b"del":
             row = self._row(name)
             self.pinned.discard(name)
+            self.passed_over.discard(name)
             if row is not None and row.packed == value:
                 self._remove(row)
         elif verb == b"pin":
@@ -245,7 +253,8 @@ class Mirror:
         try:
             place, key = Place.unpack(packed), key_of(name)
         except (TransferFailed, ValueError):
-            return  # of a later version: nothing that this one can read
+            self.passed_over.add(name)  # of another version: nothing that this one can read
+            return
         held = self.held.get(place.extent)
         if held is None:
             held = Held(place.extent, next(self._numbers), place.extent_bytes, key.tenant)

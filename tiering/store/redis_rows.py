@@ -36,7 +36,10 @@ LOG_EVENTS_MAX = 1024
 ROWS_PER_CALL = 500  # a Lua script's stack is bounded
 
 _ROW = struct.Struct("<BBQQQQ32s")
+# Written; from the minimum on they are read. A record format that older releases cannot read comes
+# with a later row version: they pass such rows over, and leave them alone.
 _ROW_VERSION = 1
+_ROW_VERSION_MIN = 1
 _NO_PARENT = bytes(DIGEST_BYTES)
 
 
@@ -81,11 +84,16 @@ class Names:
         """Every key, the epoch first: without it nothing of the rest counts."""
         return [self.epoch, self.cat, self.live, self.meta, self.pins, self.doomed, self.log]
 
+    @property
+    def extents(self) -> bytes:
+        """What the names of this identity's extents begin with."""
+        return EXTENTS + f"{self.identity[:16]}:".encode()
+
     def extent(self, key: ObjectKey, now_ms: int) -> bytes:
         """A name that no other writer draws, for an extent that begins with ``key``."""
         tenant = blake3(key.tenant.encode()).hexdigest(length=8)
-        own = f"{self.identity[:16]}:{tenant}:{int(key.kind)}:{key.digest.hex()[:16]}"
-        return EXTENTS + f"{own}:{now_ms:x}-{os.urandom(6).hex()}".encode()
+        own = f"{tenant}:{int(key.kind)}:{key.digest.hex()[:16]}"
+        return self.extents + f"{own}:{now_ms:x}-{os.urandom(6).hex()}".encode()
 
 
 def part_name(extent: bytes, part: int) -> bytes:
@@ -139,7 +147,7 @@ class Place:
     @classmethod
     def unpack(cls, row: bytes) -> Place:
         """Raises TransferFailed: not a row of this version."""
-        if len(row) <= _ROW.size or row[0] != _ROW_VERSION:
+        if len(row) <= _ROW.size or not _ROW_VERSION_MIN <= row[0] <= _ROW_VERSION:
             raise TransferFailed(f"a catalogue row of {len(row)} bytes, version {row[:1].hex()}")
         _, has_parent, extent_bytes, offset, size, payload_bytes, parent = _ROW.unpack_from(row)
         if offset + size > extent_bytes or payload_bytes > size:

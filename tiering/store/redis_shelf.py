@@ -104,7 +104,7 @@ class Shelf:
     def _complete(self) -> bool:
         """Read the log to its end; whether the mirror is then as large as the catalogue."""
         self.catch_up(probe=True)
-        return self._probe(self.names.cat, "HLEN", self.names.cat) == self.mirror.count
+        return self._probe(self.names.cat, "HLEN", self.names.cat) == self.mirror.seen
 
     def in_step(self) -> bool:
         """Whether the mirror and the server agree, as far as counting and the epoch tell."""
@@ -117,7 +117,7 @@ class Shelf:
             time.sleep(pause_s)
             there = self._probe(self.names.cat, "HLEN", self.names.cat)
             # A change meanwhile proves nothing: the next look will tell.
-            if there == self.mirror.count or self._newest() != before:
+            if there == self.mirror.seen or self._newest() != before:
                 return True
         return False
 
