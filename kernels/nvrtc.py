@@ -38,12 +38,17 @@ Argument = Tensor | int | None
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a kernel is launched: blocks in all, threads a block, blocks a cluster, dynamic bytes."""
+    """How a kernel is launched: blocks in all, threads a block, blocks a cluster, dynamic bytes.
+
+    ``early``: it may start while the kernel before it still runs, and waits in the kernel itself
+    (griddepcontrol.wait) before it reads what that one writes.
+    """
 
     blocks: int
     threads: int
     cluster: int = 1
     shared_bytes: int = 0
+    early: bool = False
 
 
 def layout_defines() -> dict[str, int]:
@@ -136,7 +141,12 @@ class LoadedKernel:
             self._set(attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
         # cuda.core counts the grid in clusters once a cluster is given.
         grid = {"grid": shape.blocks // shape.cluster, "cluster": shape.cluster}
-        config = LaunchConfig(**grid, block=shape.threads, shmem_size=shape.shared_bytes)
+        config = LaunchConfig(
+            **grid,
+            block=shape.threads,
+            shmem_size=shape.shared_bytes,
+            programmatic_stream_serialization=shape.early,
+        )
         self._configs[shape] = config
         return config
 

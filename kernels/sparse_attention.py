@@ -30,7 +30,9 @@ from dsv4_tierd.kernels.sparse_attention_triton import (
 from dsv4_tierd.kernels.triton_rows import row_arguments, runs_kernels
 
 ROW = RowFormat(RowKind.FP8, 512, FP8_GROUP)
-_SHARED_BYTES = 1024 + 227584  # sizeof(Shared) in sparse_attention.cu, and room to align it
+_SHARED_BYTES = 1024 + 216256  # sizeof(Shared) in attention_rows.cuh, and room to align it
+_MERGE_SHARED_BYTES = 41984  # sizeof(Shared) in attention_merge.cu; up to 8 spans need none
+_MERGE_SPANS_MAX = 1024
 _TARGET_PROGRAMS = 132  # multiprocessors of an H200; fixed, so that results do not follow the card
 
 
@@ -63,8 +65,11 @@ def workspace(
     span = rows_per_split(tokens, heads, capacity) if split is None else split
     splits = -(-(-(-capacity // BLOCK_ROWS) * BLOCK_ROWS) // span)
     held = tokens if splits > 1 else 0
+    hopper = _hopper(device)
+    kept = -(-heads // 64) * 64 if hopper else heads
+    dtype = torch.float16 if hopper else torch.float32
     return Workspace(
-        torch.empty(held, splits, heads, ROW.dim, dtype=torch.float32, device=device),
+        torch.empty(held, splits, kept, ROW.dim, dtype=dtype, device=device),
         torch.empty(held, splits, heads, dtype=torch.float32, device=device),
         span,
     )
@@ -115,7 +120,7 @@ def sparse_attention(
         scratch = workspace(tokens, heads, blocks * BLOCK_ROWS, q.device)
     span_blocks = scratch.rows_per_split // BLOCK_ROWS
     splits = max(1, -(-blocks // span_blocks))
-    held = scratch.sums.shape
+    held = scratch.logs.shape
     assert splits == 1 or (held[0] >= tokens and held[1] >= splits and held[2] == heads), held
     call = Call(
         q, window, window_ids, used, picked, extra_count, sink, scale, out, scratch, inverse
@@ -190,7 +195,12 @@ def _launch_hopper(call: Call, splits: int, span_blocks: int) -> None:
     for name, ids in (("window_ids", call.window_ids), ("extra_ids", call.extra_ids)):
         check_tensor(name, ids, torch.int32, (None, None), q.device)
     check_tensor("sink", call.sink, torch.float32, (heads,), q.device)
-    held = (*scratch.sums.stride()[:2], *scratch.logs.stride()[:2])
+    # Partials are units of eight fp16 values, whole blocks of 64 heads.
+    sums = scratch.sums
+    whole = sums.numel() == 0 or (sums.is_contiguous() and sums.shape[2] == head_blocks * 64)
+    if not whole or sums.dtype is not torch.float16 or splits > _MERGE_SPANS_MAX:
+        raise ValueError(f"scratch of {sums.dtype} {tuple(sums.shape)} is not of `workspace`'s")
+    held = (sums.stride(0) // 8, sums.stride(1) // 8, *scratch.logs.stride()[:2])
     turn = (
         None if inverse is None else inverse.positions,
         int(inverse is not None and inverse.positions.dtype is torch.int64),
@@ -215,7 +225,7 @@ def _launch_hopper(call: Call, splits: int, span_blocks: int) -> None:
         call.sink,
         *turn,
         *to,
-        scratch.sums,
+        sums,
         scratch.logs,
         *held,
         heads,
@@ -225,10 +235,11 @@ def _launch_hopper(call: Call, splits: int, span_blocks: int) -> None:
         struct.unpack("I", struct.pack("f", call.scale))[0],
     )
     if splits > 1:
-        teams = 8 if splits > 8 else 1
-        nvrtc.load("sparse_attention.cu", "sparse_attention_merge", q.device).launch(
-            nvrtc.Shape(tokens * heads, 128 * teams),
-            scratch.sums,
+        few = splits <= 8
+        blocks = tokens * head_blocks * (16 if few else 128)
+        nvrtc.load("attention_merge.cu", "sparse_attention_merge", q.device).launch(
+            nvrtc.Shape(blocks, 256, 1, 0 if few else _MERGE_SHARED_BYTES, early=True),
+            sums,
             scratch.logs,
             *held,
             splits,
@@ -236,6 +247,7 @@ def _launch_hopper(call: Call, splits: int, span_blocks: int) -> None:
             *turn,
             *to,
             heads,
+            head_blocks,
         )
 
 
