@@ -166,9 +166,14 @@ def measure_all(
 def append(record: Record, results: Path) -> None:
     """Add a record to the file of its card."""
     results.mkdir(parents=True, exist_ok=True)
-    name = record.gpu.lower().removeprefix("nvidia").strip().replace(" ", "-")
-    with (results / f"{name}.jsonl").open("a") as file:
+    with results_file(record.gpu, results).open("a") as file:
         file.write(json.dumps(asdict(record)) + "\n")
+
+
+def results_file(gpu: str, results: Path) -> Path:
+    """The file of a card's records, as its name is given by ``gpu_name``."""
+    name = gpu.lower().removeprefix("nvidia").strip().replace(" ", "-")
+    return results / f"{name}.jsonl"
 
 
 def _time_cuda_us(work: Work, device: torch.device) -> float:

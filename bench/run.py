@@ -1,14 +1,17 @@
 """Run the kernel benches: ``python bench/run.py topk swap_in`` or, for all, no name.
 
 ``--toy`` runs small sizes (on a CPU through the twins) and records nothing, so that the benches
-do not rot. Exits 1 when an op's check is red.
+do not rot. Exits 1 when an op's check is red. Of the engine as a whole, each with its own
+``--help``: ``run.py tokens`` (text to measure with), ``run.py engine``, ``run.py hit_rates``.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -16,6 +19,8 @@ import torch
 from harness import RESULTS, Case, measure_all
 
 KERNELS = Path(__file__).parent / "kernels"
+ENGINE = Path(__file__).parent / "engine"
+WHOLE = {"tokens": "texts", "engine": "main", "hit_rates": "hit_rates"}
 
 
 def names() -> list[str]:
@@ -36,6 +41,10 @@ def load(name: str) -> Callable[..., Iterable[Case]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure the named benches; 0 when every check is green."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in WHOLE:
+        sys.path.insert(0, str(ENGINE))
+        return int(importlib.import_module(WHOLE[argv[0]]).main(argv[1:]))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bench", nargs="*", help=f"of {', '.join(names())}; none: all")
     parser.add_argument("--toy", action="store_true", help="small sizes, nothing recorded")
