@@ -11,6 +11,8 @@ import argparse
 import importlib
 import tempfile
 import time
+import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import texts
@@ -18,7 +20,7 @@ import torch
 from harness import RESULTS
 from rig import load_model
 from sheet import Sheet
-from sizes import REAL, TOY
+from sizes import REAL, TOY, up_to
 from stage import Stage
 
 # In this order few engines are built, and the long prompt's first user is the one that times it.
@@ -39,6 +41,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help=f"folder of the records (default {RESULTS.name})")
     parser.add_argument("--state", type=Path, help="folder of the prefix store; kept")
     parser.add_argument("--limit-s", type=float, default=570.0, help="seconds for everything")
+    parser.add_argument("--long", type=int, help="tokens of the long prompt, for a rehearsal")
     parser.add_argument("--soak-s", type=float, help="seconds for the soak")
     parser.add_argument("--resume", action="store_true", help="skip what is recorded already")
     given = parser.parse_args(argv)
@@ -68,10 +71,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(given: argparse.Namespace, sheet: Sheet, folder: Path) -> None:
     """Load the model, then every part in order; a part that fails is red, the next one runs."""
-    from dataclasses import replace
-
     started = time.monotonic()
     sizes = TOY if given.toy else REAL
+    if given.long is not None:
+        sizes = up_to(sizes, given.long)
     if given.soak_s is not None:
         sizes = replace(sizes, soak_s=given.soak_s)
     model = load_model(given.model or "toy", sheet.device, folder)
@@ -84,8 +87,6 @@ def measure(given: argparse.Namespace, sheet: Sheet, folder: Path) -> None:
         try:
             importlib.import_module(f"part_{part}").run(stage)
         except Exception as error:  # noqa: BLE001  one part's bug must not cost the others their time
-            import traceback
-
             traceback.print_exc()
             sheet.red(f"{part}: {type(error).__name__}: {error}")
             stage.forget()

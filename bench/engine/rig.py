@@ -48,8 +48,10 @@ def load_model(spec: str, device: torch.device, folder: Path) -> Model:
     """``toy`` (made in ``folder``), a checkpoint folder, or ``preset:NAME``."""
     if spec == "toy":
         spec = str(make_checkpoint(folder / "toy", TOY, seed=0))
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return Model(spec, Transformer.load(spec, dtype, device), device)
+    if device.type == "cpu":
+        return Model(spec, Transformer.load(spec, torch.float32, device), device)
+    kept = Transformer.load(spec, torch.bfloat16, device, keep_quantised=True)
+    return Model(spec, kept, device)
 
 
 @dataclass(slots=True)

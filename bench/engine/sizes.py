@@ -5,7 +5,7 @@ Lengths are tokens; budgets are bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from dsv4_tierd.engine.build import Layouts
@@ -95,7 +95,7 @@ REAL = Sizes(
 
 TOY = Sizes(
     long=1_500,
-    points=(300, 800, 1_500),
+    points=(300, 1_500),
     batch_points=(800,),
     steps=3,
     equal=(600,),
@@ -125,6 +125,21 @@ TOY = Sizes(
     soak_words=(255, 256, 257, 400, 700),
     prefill_tokens_s=1e6,
 )
+
+
+def up_to(sizes: Sizes, long: int) -> Sizes:
+    """The same measurements with no prompt longer than ``long``: a rehearsal."""
+    session = min(sizes.session, long)
+    return replace(
+        sizes,
+        long=long,
+        points=(*(at for at in sizes.points if at < long), long),
+        batch_points=tuple(at for at in sizes.batch_points if at <= long) or (long,),
+        equal=tuple(length for length in sizes.equal if length <= long) or (long,),
+        session=session,
+        shared=min(sizes.shared, session * 9 // 10),
+        soak_words=tuple(count for count in sizes.soak_words if count <= long),
+    )
 
 
 def c4_device_bytes(hot_rows: int, batch: int, model: ModelConfig, layouts: Layouts) -> int:

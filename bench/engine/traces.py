@@ -42,26 +42,27 @@ def load(path: Path) -> tuple[Trace, str]:
 class Recorder:
     """Keeps what one decoding session's steps choose, from its creation on.
 
-    Reads ``runner.last_choices`` after each step, [C4 layers, batch, k] int32 on the device,
-    where the engine keeps it (a captured step calls nothing that could be watched); else watches
-    the look-ups themselves.
+    Where the runner has ``record_choices()``, it returns [C4 layers, batch, k] int32 entries that
+    every later step writes: a captured step calls nothing that could be watched. Else the
+    look-ups are watched.
     """
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
         self._steps: list[npt.NDArray[np.int32]] = []
         self._row: list[npt.NDArray[np.int32]] = []
-        self._kept = hasattr(rig.engine.runner, "last_choices")
         runner = rig.engine.runner
+        has_buffer = hasattr(runner, "record_choices")
+        self._written: Tensor | None = runner.record_choices() if has_buffer else None
         self._decode, self._lookup = runner.decode, rig.tiers.c4.lookup
         runner.decode = self._decoded  # type: ignore[method-assign]
-        if not self._kept:
+        if self._written is None:
             rig.tiers.c4.lookup = self._looked_up  # type: ignore[method-assign]
 
     def trace(self) -> Trace:
         """Everything so far; the engine is no longer watched."""
         self._rig.engine.runner.decode = self._decode  # type: ignore[method-assign]
-        if not self._kept:
+        if self._written is None:
             self._rig.tiers.c4.lookup = self._lookup  # type: ignore[method-assign]
         if not self._steps:
             raise RuntimeError("the engine's decode steps did not say what they chose")
@@ -70,8 +71,8 @@ class Recorder:
     def _decoded(self, seqs: Seq[Sequence]) -> Tensor:
         tail_from = seqs[0].tail_from
         logits = self._decode(seqs)
-        if self._kept:
-            chosen = self._rig.engine.runner.last_choices[:, 0]
+        if self._written is not None:
+            chosen = self._written[:, 0].cpu()
             self._row = [self._outside(each, tail_from) for each in chosen]
         if self._row:
             self._steps.append(np.stack(self._row))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 
 from torch import Tensor
@@ -18,11 +18,23 @@ def step_bytes(model: Transformer, batch: int) -> float:
     config = model.config
     miss = 1 - config.num_experts_per_tok / config.n_routed_experts
     chosen = 1 - miss**batch
-    total = 0.0
+    whole, routed = [], []
     for path, tensor in _tensors(model.parameters, ()):
-        if path[0] in ("embed", "mtp") or "tid2eid" in path:
-            continue
-        total += tensor.numel() * tensor.element_size() * (chosen if "experts" in path else 1.0)
+        if path[0] not in ("embed", "mtp") and "tid2eid" not in path:
+            (routed if "experts" in path else whole).append(tensor)
+    return distinct_bytes(whole) + distinct_bytes(routed) * chosen
+
+
+def distinct_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of memory under these tensors, where several are views of one counted once."""
+    total, reached = 0, 0
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
+        for tensor in tensors
+    )
+    for first, last in spans:
+        total += max(0, last - max(first, reached))
+        reached = max(reached, last)
     return total
 
 
