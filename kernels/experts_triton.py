@@ -193,7 +193,7 @@ def plan_kernel(
             rank = tl.cumsum(mine.to(tl.int32), 0)
             tl.store(order_ptr + placed + rank - 1, at, mask=mine)
             placed += tl.sum(mine.to(tl.int32), 0)
-        for part in range(0, (own + BT - 1) // BT):
+        for part in range((own + BT - 1) // BT):
             tl.store(tile_expert_ptr + tile + part, expert)
             tl.store(tile_first_ptr + tile + part, first + part * BT)
             tl.store(tile_end_ptr + tile + part, first + own)
@@ -367,7 +367,8 @@ def sum_kernel(
     y = tl.zeros((BN,), tl.float32)
     for place in tl.static_range(PICKS):
         number = tl.load(ids_ptr + token * PICKS + place)
-        chosen = here & (number >= 0) & (number < experts)
+        # As a number: the interpreter cannot spread a scalar truth over a tensor.
+        chosen = column < tl.where((number >= 0) & (number < experts), D, 0)
         at = answers_ptr + (token * PICKS + place) * D + column
         y += tl.load(at, mask=chosen, other=0.0).to(tl.float32)
     if SHARED >= 0:

@@ -37,7 +37,6 @@ def hyper_pre(
     x: [T, n, d] contiguous, fp32 or bf16, n a power of two up to 4. ``out`` is overwritten, else
     allocated (h in bf16); ``held``: see scratch.py, else allocated. Cost: x and fn once.
     """
-    tokens, n, dim = x.shape
     if out is None:
         out = _mixed(x)
     if not runs_kernels(x.device):

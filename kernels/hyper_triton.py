@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dsv4_tierd.kernels.step_triton import follow
+from dsv4_tierd.kernels.step_triton import follow, operand
 from dsv4_tierd.kernels.triton_rows import tl, triton
 
 # Floats of one partial: ROWS dot products, then the sum of squares.
@@ -243,10 +243,11 @@ def mix_many_kernel(
         if EXACT:
             acc = tl.dot(wide, fn, acc, input_precision="ieee")
         else:
-            high = fn.to(tl.bfloat16)
+            high = operand(fn)
             rest = fn - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            middle = operand(rest)
+            low = operand(rest - middle.to(tl.float32))
+            x = operand(x)
             acc = tl.dot(x, high, tl.dot(x, middle, tl.dot(x, low, acc)))
     sums = tl.where((row == ROWS)[None, :], squares[:, None], acc)
     place = (token * SPLITS + tl.program_id(0)) * PARTIAL

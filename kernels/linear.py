@@ -191,7 +191,7 @@ def dense_bf16(weight: Weight, out: Tensor | None = None) -> Tensor:
     """[..., N, K] bf16 of a stored weight, new unless it is bf16 already or ``out`` is given."""
     if weight.kind is WeightKind.BF16 and out is None:
         return weight.values
-    *lead, rows, columns = weight.shape
+    rows, columns = weight.shape[-2:]
     if out is None:
         out = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.values.device)
     if weight.scales is None or not runs_kernels(out.device):

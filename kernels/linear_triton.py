@@ -7,7 +7,7 @@ tokens on the matrix units, weights decoded to bf16 in registers.
 
 # Kernel arguments are what Triton makes of them: they carry no Python types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-# ruff: noqa: ANN201, RET505, E741
+# ruff: noqa: ANN201, RET505
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from dsv4_tierd.kernels.step_triton import (
     follow,
     fp4_high,
     fp4_low,
+    operand,
     scale_value,
 )
 from dsv4_tierd.kernels.triton_rows import tl, triton
@@ -174,13 +175,13 @@ def dot_tile(
         pair = start + 2 * tl.arange(0, BK // 2)
         at = x_ptr + pair[:, None] + x_rows[None, :]
         mask = (pair < K)[:, None] & x_mask[None, :]
-        even = tl.load(at, mask=mask, other=0.0).to(tl.bfloat16)
-        odd = tl.load(at + 1, mask=mask, other=0.0).to(tl.bfloat16)
+        even = operand(tl.load(at, mask=mask, other=0.0))
+        odd = operand(tl.load(at + 1, mask=mask, other=0.0))
         scales = scale_value(load_scales(s_ptr, rows, row_mask, start, K, KIND, BN, BK))
         scales = tl.broadcast_to(scales[:, :, None], (BN, BK // 32, 16))
         scales = tl.reshape(scales, (BN, BK // 2))
-        low = (fp4_low(w) * 16384.0 * scales).to(tl.bfloat16)
-        high = (fp4_high(w) * 16384.0 * scales).to(tl.bfloat16)
+        low = operand(fp4_low(w) * 16384.0 * scales)
+        high = operand(fp4_high(w) * 16384.0 * scales)
         acc = tl.dot(low, even, tl.dot(high, odd, acc))
     else:
         column = start + tl.arange(0, BK)
@@ -188,12 +189,12 @@ def dot_tile(
         mask = (column < K)[:, None] & x_mask[None, :]
         x = tl.load(at, mask=mask, other=0.0)
         if KIND == W_FP8:
-            wide = w.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+            wide = operand(w.to(tl.float8e4nv, bitcast=True))
             row = tl.min(rows, 0) // 128
             scale = scale_value(tl.load(s_ptr + row * ((K + 127) // 128) + start // 128))
-            acc += tl.dot(wide, x.to(tl.bfloat16)) * scale
+            acc += tl.dot(wide, operand(x)) * scale
         elif KIND == W_BF16:
-            acc = tl.dot(w, x.to(tl.bfloat16), acc)
+            acc = tl.dot(operand(w), operand(x), acc)
         else:
             acc = tl.dot(w, x.to(tl.float32), acc, input_precision="ieee")
     return acc

@@ -158,7 +158,8 @@ def hashed_kernel(
     place = tl.arange(0, K2)
     follow(PDL)
     name = tl.load(ids_ptr + token).to(tl.int64)
-    known = (place < PICKS) & (name >= 0) & (name < vocab)
+    # As a number: the interpreter cannot spread a scalar truth over a tensor.
+    known = place < tl.where((name >= 0) & (name < vocab), PICKS, 0)
     chosen = tl.load(table_ptr + name * PICKS + place, mask=known, other=-1).to(tl.int32)
     there = (chosen >= 0) & (chosen < E)
     acc = tl.zeros((K2, BK), tl.float32)

@@ -2,7 +2,7 @@
 
 # Kernel arguments are what Triton makes of them: they carry no Python types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-# ruff: noqa: ANN201
+# ruff: noqa: ANN201, RET505
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from dsv4_tierd.kernels.triton_rows import INTERPRETED, tl, triton
 from dsv4_tierd.kernels.weight import Weight, WeightKind
 
+_WIDE = tl.constexpr(INTERPRETED)
 W_FP32 = tl.constexpr(0)
 W_BF16 = tl.constexpr(1)
 W_FP8 = tl.constexpr(2)
@@ -66,6 +67,15 @@ def follow(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def operand(x):
+    """x rounded to bf16, for tl.dot (whose interpreter does not multiply bf16: fp32 there)."""
+    if _WIDE:
+        return x.to(tl.bfloat16).to(tl.float32)
+    else:
+        return x.to(tl.bfloat16)
 
 
 @triton.jit
