@@ -91,4 +91,7 @@ def measure(given: argparse.Namespace, sheet: Sheet, folder: Path) -> None:
             sheet.red(f"{part}: {type(error).__name__}: {error}")
             stage.forget()
         sheet.say(f"{part}: {time.monotonic() - started:.1f} s")
-    stage.close()
+    if sheet.left_s > 0:
+        stage.close()
+    else:
+        stage.forget()

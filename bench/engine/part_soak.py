@@ -34,7 +34,8 @@ CASE_S = 30.0
 class Memory:
     """Host bytes of the process and device bytes that torch holds, over the run.
 
-    ``pools``: host bytes that were pinned at the start and stay; they would hide growth.
+    ``pools``: host bytes that the engine took when it was built, and keeps; pinned ones are there
+    from the start, and would hide growth.
     """
 
     on_gpu: bool
@@ -42,14 +43,8 @@ class Memory:
     host: list[int] = field(default_factory=list)
     gpu: list[int] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, rig: Rig) -> Memory:
-        on_gpu = rig.model.device.type == "cuda"
-        host = sum(size for name, size in rig.plan.bytes_by_pool if name.startswith("host."))
-        return cls(on_gpu, host if on_gpu else 0)
-
     def sample(self) -> None:
-        self.host.append(psutil.Process().memory_info().rss - self.pools)
+        self.host.append(resident_bytes() - self.pools)
         if self.on_gpu:
             self.gpu.append(torch.cuda.memory_allocated())
 
@@ -59,6 +54,12 @@ class Memory:
         warm = samples[: max(1, int(len(samples) * WARM))]
         last = samples[-max(1, len(samples) // 10) :]
         return max(last) / max(warm)
+
+
+def resident_bytes() -> int:
+    """This process's share of the host's memory."""
+    found: int = psutil.Process().memory_info().rss
+    return found
 
 
 class Life:
@@ -231,8 +232,12 @@ def run(stage: Stage) -> None:
     spent_s = min(stage.sizes.soak_s, sheet.left_s - CASE_S)
     if not sheet.wants(BENCH, case, CASE_S) or spent_s <= 0:
         return
+    stage.close()
+    before = resident_bytes()
     rig = _rig(stage)
-    life, memory = Life(stage, rig, SEED), Memory.of(rig)
+    on_gpu = stage.model.device.type == "cuda"
+    pools = resident_bytes() - before if on_gpu else 0
+    life, memory = Life(stage, rig, SEED), Memory(on_gpu, pools)
     started = time.monotonic()
     acts = 0
     try:

@@ -101,11 +101,18 @@ class Steps:
         return self.hits / asked * 100 if asked else None
 
 
-class Rig:
-    """One engine over a model. Every request must succeed unless ``may_fail`` says otherwise."""
+class OutOfTimeError(Exception):
+    """The run's time is over in the middle of a case."""
 
-    def __init__(self, model: Model, **settings: object) -> None:
-        self.model = model
+
+class Rig:
+    """One engine over a model. Every request must succeed unless ``may_fail`` says otherwise.
+
+    ``ends_s``: on the monotonic clock; a step after it raises OutOfTimeError.
+    """
+
+    def __init__(self, model: Model, ends_s: float = float("inf"), **settings: object) -> None:
+        self.model, self._ends_s = model, ends_s
         self.config = EngineConfig(
             model=model.name,
             device=model.device.type,  # type: ignore[arg-type]
@@ -209,6 +216,8 @@ class Rig:
 
     # ------------------------------------------------------------ steps
     def step(self) -> bool:
+        if time.monotonic() > self._ends_s:
+            raise OutOfTimeError
         self.verbs.poll()
         now, scheduler = time.perf_counter(), self.engine.scheduler
         for request in (*scheduler.queue, *scheduler.in_state(State.OPENING)):
@@ -298,6 +307,9 @@ class Rig:
         gc.collect()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
+            for name in ("_accelerator_emptyHostCache", "_host_emptyCache"):  # by torch's version
+                if hasattr(torch._C, name):  # noqa: SLF001  pinned memory has no public way back
+                    getattr(torch._C, name)()  # noqa: SLF001
 
     @contextlib.contextmanager
     def chunks_of(self, chunk_tokens: int) -> Iterator[None]:

@@ -49,6 +49,7 @@ class Sizes:
     small_host_bytes: int
     capacity_bytes: int
     capacity_host_bytes: int
+    capacity_spare_bytes: int  # host bytes for resume points and idle tails
     capacity_sessions_max: int
     trace_steps: int
     trace_layers: int
@@ -82,6 +83,7 @@ REAL = Sizes(
     small_host_bytes=12 * GIB,
     capacity_bytes=16 * GIB,
     capacity_host_bytes=80 * GIB,
+    capacity_spare_bytes=4 * GIB,
     capacity_sessions_max=256,
     trace_steps=512,
     trace_layers=2,
@@ -115,6 +117,7 @@ TOY = Sizes(
     small_host_bytes=8 * MIB,
     capacity_bytes=4 * MIB,
     capacity_host_bytes=8 * MIB,
+    capacity_spare_bytes=2 * MIB,
     capacity_sessions_max=3,
     trace_steps=12,
     trace_layers=1,

@@ -56,7 +56,7 @@ class Stage:
         if self._rig is None or key != self._key:
             self.close()
             settings = self.settings(kind) | {"store": self.store_spec} | more
-            self._rig, self._key = Rig(self.model, **settings), key
+            self._rig, self._key = Rig(self.model, self.sheet.ends_s, **settings), key
             pools = (f"{name} {size / 1e9:.2f}" for name, size in self._rig.plan.bytes_by_pool)
             self.sheet.say(f"engine: {kind.value}; GB: {', '.join(pools)}")
         return self._rig

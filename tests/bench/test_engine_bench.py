@@ -52,6 +52,7 @@ def records(folder: Path) -> list[dict[str, object]]:
 
 
 # ---------------------------------------------------------------- the run
+@pytest.mark.slow
 def test_every_part_runs_and_resumes(tmp_path: Path) -> None:
     """At toy size all parts are green and record figures; run again, nothing is measured twice."""
     out, state = tmp_path / "out", tmp_path / "state"
