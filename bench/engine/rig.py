@@ -279,8 +279,9 @@ class Rig:
     def counters(self) -> dict[str, float]:
         return stats(self.engine).counters
 
-    def gauges(self) -> dict[str, float]:
-        return stats(self.engine).gauges
+    def exposed_copy_s(self) -> float | None:
+        """Seconds that prefill has waited for C4 rows so far; None: the runner does not say."""
+        return getattr(self.engine.runner, "exposed_copy_s", None)
 
     def evict_device_pages(self) -> int:
         """Take every page that no request holds off the device; the host has them."""

@@ -100,10 +100,14 @@ class Stage:
         return self.tokens[: self.sizes.long]
 
     def load_stem(self, rig: Rig, length: int | None = None) -> Answer:
-        """Compute the long prompt in this engine, or read it from the store. Once an engine."""
+        """Compute the long prompt in this engine, or read it from the store. Once an engine.
+
+        Returns once it is stored, so that no writing disturbs what is measured next.
+        """
         words = self.stem if length is None else self.stem[:length]
         rig.verbs.handle(OpenSession(session_id=STEM))
         [answer] = rig.run(rig.submit(STEM, words))
+        rig.drain()
         self._marker(len(words)).touch()
         return answer
 

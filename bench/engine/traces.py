@@ -42,9 +42,9 @@ def load(path: Path) -> tuple[Trace, str]:
 class Recorder:
     """Keeps what one decoding session's steps choose, from its creation on.
 
-    Where the runner has ``record_choices()``, it returns [C4 layers, batch, k] int32 entries that
-    every later step writes: a captured step calls nothing that could be watched. Else the
-    look-ups are watched.
+    Where the runner has ``record_choices(on)``, it returns [C4 layers, batch, k] int32 entries
+    that every step writes until it is off: a captured step calls nothing that could be watched.
+    Else the look-ups are watched.
     """
 
     def __init__(self, rig: Rig) -> None:
@@ -53,7 +53,7 @@ class Recorder:
         self._row: list[npt.NDArray[np.int32]] = []
         runner = rig.engine.runner
         has_buffer = hasattr(runner, "record_choices")
-        self._written: Tensor | None = runner.record_choices() if has_buffer else None
+        self._written: Tensor | None = runner.record_choices(True) if has_buffer else None
         self._decode, self._lookup = runner.decode, rig.tiers.c4.lookup
         runner.decode = self._decoded  # type: ignore[method-assign]
         if self._written is None:
@@ -64,6 +64,8 @@ class Recorder:
         self._rig.engine.runner.decode = self._decode  # type: ignore[method-assign]
         if self._written is None:
             self._rig.tiers.c4.lookup = self._lookup  # type: ignore[method-assign]
+        else:
+            self._rig.engine.runner.record_choices(False)  # type: ignore[attr-defined]
         if not self._steps:
             raise RuntimeError("the engine's decode steps did not say what they chose")
         return np.sort(np.stack(self._steps), axis=-1)
