@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from live_daemon import Live, live_daemon, until
+from redis_servers import Server
 
 
 def words(seed: int, count: int) -> list[int]:
@@ -46,6 +47,43 @@ async def test_sigterm_drains_suspends_and_the_next_daemon_resumes_from_the_stor
             usage = (await live.generate(name, [9], 4))["usage"]
             assert usage["cached_tokens_details"]["store"] >= 0.99 * length
             assert usage["computed_tokens"] <= 2
+
+
+async def test_sigterm_suspends_into_redis_and_another_daemon_resumes_it(
+    tmp_path: Path, micro: Path
+) -> None:
+    """In another folder, of the words alone: their blocks come from the server."""
+    with Server() as server:
+        (tmp_path / "one").mkdir()
+        (tmp_path / "two").mkdir()
+        async with live_daemon(tmp_path / "one", micro, store=server.url) as live:
+            await live.create("a", words(1, 3000))
+            code, _ = await live.stop()
+            assert code == 0
+        async with live_daemon(tmp_path / "two", micro, store=server.url) as live:
+            usage = await live.create("b", words(1, 3000))
+            assert usage["cached_tokens_details"]["store"] >= 0.9 * 3000
+
+
+async def test_sigterm_while_redis_hangs_ends_in_time(tmp_path: Path, micro: Path) -> None:
+    """The store says nothing: the daemon ends by its deadline, and every session is there after."""
+    with Server() as server:
+        async with live_daemon(tmp_path, micro, store=server.url, drain_s=3.0) as live:
+            for n, name in enumerate("ab"):
+                await live.create(name, words(n, 2000))
+            server.pause()
+            code, seconds = await live.stop()
+            assert code == 0
+            assert seconds < 3.0 + 12.0, "the drain, and a deadline of each thread of the store"
+            server.go_on()
+            await live.start()
+            sessions = (await live.ok("GET", "/v1/sessions"))["data"]
+            assert {session["id"]: session["tokens"] for session in sessions} == {
+                "a": 2000,
+                "b": 2000,
+            }
+            answer = await live.generate("a", [7], 4)
+            assert len(answer["token_ids"]) == 4
 
 
 async def test_sigterm_while_the_engine_loads_ends_the_daemon(tmp_path: Path, micro: Path) -> None:

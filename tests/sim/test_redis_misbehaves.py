@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 
@@ -9,14 +10,15 @@ import pytest
 
 from dsv4_tierd.engine import messages as m
 from dsv4_tierd.tiering.coordinator import StoreLimits
+from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind
 from dsv4_tierd.tiering.store.redis import RedisStore
-from proxy import Proxy
+from proxy import Fault, Proxy
 from redis_cases import eventually, open_redis
 from redis_servers import Server
 from small_models import Model, text
 from store_cases import IDENTITY
-from truth import assert_true, assert_usage_adds_up
-from world import World
+from truth import assert_true, assert_usage_adds_up, at_rest
+from world import World, ids_bytes
 
 WORDS = text(17, 1100)
 
@@ -95,6 +97,114 @@ def test_requests_are_answered_and_it_comes_back(
     other.settle()
     for each in (world, other):
         each.tiers.coordinator.close()
+    proxy.close()
+
+
+REQUEST_FAULTS = {
+    Fault.CUT_BEFORE: 0,
+    Fault.CUT_WITHIN: 9,
+    Fault.CUT_AFTER: 0,
+    Fault.CUT_REPLY: 1,
+    Fault.CORRUPT_REPLY: 300,
+    Fault.STALL: 0,
+}
+
+
+@pytest.mark.parametrize("fault", REQUEST_FAULTS)
+def test_a_fault_at_every_command_of_a_request(micro: Model, server: Server, fault: Fault) -> None:
+    """Between any two commands of restoring and of writing through: right, soon, and back.
+
+    What the request computed is in the store in the end, without a restart. A wrong bit of a
+    page is counted once, and nothing of that page is served.
+    """
+    fill(micro, server)
+    witness = open_redis(server.url)
+    verbs = set()
+    for n in itertools.count(1):
+        proxy = Proxy(server.port)
+        store = open_redis(proxy.url)
+        world = engine(micro, store)
+        words = WORDS + text(100 + n, 300)  # one block more, which nobody has
+        proxy.arm(fault, n, REQUEST_FAULTS[fault])
+        session = world.open()
+        begun = time.monotonic()
+        answer = world.generate(session, words, 3)
+        assert time.monotonic() - begun < 10
+        assert_true(micro, world, session, answer)
+        assert_usage_adds_up(answer, len(words))
+        proxy.release()
+        settled(world, store)
+        reached = len(proxy.commands) >= n
+        if reached:
+            verbs.add(proxy.commands[n - 1])
+        spoilt = reached and fault is Fault.CORRUPT_REPLY and proxy.commands[n - 1] == b"GETRANGE"
+        assert store.usage().checksum_failures == spoilt
+        hashes = world.engine.sessions[session].transcript.hashes
+        assert len(hashes) == 5
+        keys = [ObjectKey(ObjectKind.PAGE, "", name) for name in hashes]
+        eventually(lambda keys=keys: all(witness.has(keys)))
+        assert witness.verify().bad == ()
+        world.tiers.coordinator.close()
+        proxy.close()
+        if not reached:
+            break
+    assert {b"GETRANGE", b"SET", b"EVAL"} <= verbs, "some kind of command was not reached"
+    witness.close()
+
+
+def settled(world: World, store: RedisStore) -> None:
+    """The store is back, and all that could not be written is."""
+    coordinator = world.tiers.coordinator
+    end = time.monotonic() + 15
+    while not (store.usage().up and coordinator.up and not coordinator.dirty_count):
+        assert time.monotonic() < end, "it does not come back"
+        world.step()
+        time.sleep(0.002)
+    world.settle()
+
+
+def test_out_of_memory_stops_no_request(micro: Model) -> None:
+    """Writes fail, which the gauge says; answers are right, and room again, all is written."""
+    with Server(maxmemory_policy="noeviction") as server:
+        fill(micro, server)
+        store = open_redis(server.url, bytes_max=0)
+        world = engine(micro, store)
+        with server.client as client:
+            client.config_set("maxmemory", "1mb")
+        words = WORDS + text(5, 600)
+        session = world.open()
+        answer = world.generate(session, words, 3)
+        assert answer.usage.store_tokens == 1024, "what is there can be read"
+        assert_true(micro, world, session, answer)
+        world.run_until(lambda: not store.usage().up)
+        assert not store.link.trips, "it answers"
+        with server.client as client:
+            client.config_set("maxmemory", "64mb")
+        settled(world, store)
+        hashes = world.engine.sessions[session].transcript.hashes
+        assert all(store.has([ObjectKey(ObjectKind.PAGE, "", name) for name in hashes]))
+        world.tiers.coordinator.close()
+
+
+def test_ten_thousand_lookups_ask_the_server_nothing(micro: Model, server: Server) -> None:
+    """They are answered from memory, hold nothing anywhere, and everything can be evicted."""
+    fill(micro, server)
+    proxy = Proxy(server.port)
+    store = open_redis(proxy.url)
+    world = engine(micro, store)
+    world.audit = False
+    known = ids_bytes(WORDS)
+    proxy.arm()
+    for number in range(10_000):
+        world.verbs.handle(m.LookupPrefix(op_id=10_000 + number, token_ids=known))
+    matched = world.acks[19_999].matched
+    assert matched is not None and matched.matched_tokens == 1024
+    assert proxy.commands == []
+    assert at_rest(world)
+    world.settle()
+    stored = store.usage().objects
+    assert len(store._mirror.give_up(1 << 40, frozenset(), None)) == stored > 4
+    world.tiers.coordinator.close()
     proxy.close()
 
 

@@ -122,8 +122,8 @@ class _Pair:
 class Proxy:
     """Listens on loopback. ``commands``: the verbs that were counted."""
 
-    def __init__(self, target: int) -> None:
-        self.target = target
+    def __init__(self, target: int, quiet: frozenset[bytes] = QUIET) -> None:
+        self.target, self.quiet = target, quiet
         self.commands: list[bytes] = []
         self.delay_s = 0.0
         self.open_gate, self.released = threading.Event(), threading.Event()
@@ -169,7 +169,7 @@ class Proxy:
         """The fault that is due at this command."""
         words = data.split(b"\r\n", 6)
         verb = words[2]
-        if verb in QUIET or (verb == b"XREAD" and b"BLOCK" in data[:120]):
+        if verb in self.quiet or (verb == b"XREAD" and b"BLOCK" in data[:120]):
             return None
         with self._lock:
             self.commands.append(verb)

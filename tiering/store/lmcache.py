@@ -165,8 +165,9 @@ class LMCacheStore:
         frame = bytearray(entry.extent.size)
         with self._tripping():
             there = self.shelf.load([(space.name(entry), frame)])[0]
-            if not there:
-                self.shelf.check_pulse()
+            if not there:  # is it the object that is gone, or the one who looked for it?
+                self.shelf.check_workers()
+                there = self.shelf.load([(space.name(entry), frame)])[0]
         try:
             if there:
                 return decode(self._identity, entry.key, memoryview(frame))
@@ -313,7 +314,7 @@ class LMCacheStore:
             with self._tripping():
                 self._space.follow()
                 before = self._space.bytes_used
-                self.shelf.check_pulse()
+                self.shelf.check_workers()
                 self._space.remove(self._space.subtree(self._space.lost()))
                 self._make_room(0, frozenset())
                 return GcReport(before, self._space.bytes_used, 0)

@@ -26,6 +26,7 @@ from dsv4_tierd.tiering.store.bounded import Bounded
 log = logging.getLogger(__name__)
 
 _CANARY_BYTES = 64
+_QUESTIONS, _ROUNDS = 16, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,15 @@ class AdapterShelf:
         if not self.exists([self._canary])[0]:
             self.drop()
             raise StoreUnavailable("the LMCache adapter does not find what it was just given")
+
+    def check_workers(self) -> None:
+        """The pulse of all of an adapter's workers: one whose connection is dead misses everything.
+
+        So many questions at once that each gets some of them. Raises StoreUnavailable.
+        """
+        if not all(all(self.exists([self._canary] * _QUESTIONS)) for _ in range(_ROUNDS)):
+            self.drop()
+            raise StoreUnavailable("a part of the LMCache adapter is dead")
 
     def store(self, items: Sequence[tuple[Name, bytearray]]) -> None:
         """Write objects; all are there when it returns. Raises StoreUnavailable."""

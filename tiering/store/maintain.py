@@ -13,6 +13,7 @@ from dsv4_tierd.tiering.store.redis_config import RedisConfig
 from dsv4_tierd.tiering.store.vault import DiskConfig
 
 NO_BOUND = 1 << 60
+PATIENT_S = 10.0  # a call's deadline, where the specification has none: nobody's answer waits
 Advance = Callable[[int, int], None]  # objects done, of so many
 
 
@@ -56,10 +57,10 @@ def _open(tier: TierSpec, bytes_max: int | None) -> Iterator[Maintained]:
     elif tier.redis_url is not None:
         from dsv4_tierd.tiering.store.redis import RedisStore
 
-        yield RedisStore(RedisConfig(tier.redis_url, bytes_max or 0), None)
+        yield RedisStore(RedisConfig(tier.redis_url, bytes_max or 0, deadline_s=PATIENT_S), None)
     else:
         from dsv4_tierd.tiering.store.lmcache import open_lmcache
 
         assert tier.lmcache is not None
         for identity in identities_of(tier):
-            yield open_lmcache(tier.lmcache, identity, bytes_max or 0)
+            yield open_lmcache({"deadline_s": PATIENT_S, **tier.lmcache}, identity, bytes_max or 0)

@@ -210,7 +210,7 @@ class RedisStore:
         except StoreUnavailable:
             self.shelf.unsure(written)
             raise
-        self.shelf.discard(doom for doom in written if doom.extent not in in_use)
+        self.shelf.discard_unused(doom for doom in written if doom.extent not in in_use)
         with self._counting:
             self._bytes_written += sum(doom.extent_bytes for doom in written)
 

@@ -229,6 +229,14 @@ class Shelf:
             doomed = self.names.doomed
             self.link.call(doomed, "HDEL", doomed, *(doom.field for doom in group))
 
+    def discard_unused(self, dooms: Iterable[Doom]) -> None:
+        """Remove extents that no row seems to point to.
+
+        The server is asked again: what it said has no checksum, and may have come wrong.
+        """
+        live = self.names.live
+        self.discard(d for d in dooms if not self.link.call(live, "HEXISTS", live, d.extent))
+
     def _erase(self, doom: Doom, value_bytes: int) -> None:
         at, end = doom.offset, doom.offset + doom.size
         while at < end:
@@ -241,9 +249,7 @@ class Shelf:
     def sweep(self) -> int:
         """Remove what an earlier call was kept from removing; how many extents or records."""
         while self._unsure:
-            doom = self._unsure[-1]
-            if not self.link.call(self.names.live, "HEXISTS", self.names.live, doom.extent):
-                self.discard([doom])
+            self.discard_unused(self._unsure[-1:])
             self._unsure.pop()
         reply = self.link.call(self.names.doomed, "HKEYS", self.names.doomed)
         assert isinstance(reply, list)

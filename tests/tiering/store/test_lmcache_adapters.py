@@ -14,9 +14,17 @@ from typing import Any
 import pytest
 
 import redis_servers
-from dsv4_tierd.tiering.errors import BadRequest, InvalidRequest, StoreUnavailable, TransferFailed
-from dsv4_tierd.tiering.store.lmcache import open_lmcache
+from dsv4_tierd.tiering.errors import (
+    BadRequest,
+    InvalidRequest,
+    PreconditionFailed,
+    StoreUnavailable,
+    TransferFailed,
+)
+from dsv4_tierd.tiering.store.lmcache import LMCacheStore, open_lmcache
+from dsv4_tierd.tiering.store.protocol import StoredObject
 from lmcache_cases import needs_lmcache, open_adapter, open_fs_native, plugin_spec
+from proxy import Fault, Proxy
 from redis_cases import eventually
 from store_cases import IDENTITY, chain, page, present, read, resume, tail
 
@@ -85,6 +93,56 @@ def test_a_redis_that_restarts_under_its_client() -> None:
     assert [read(store, item) for item in items] == [item.payload for item in items]
     store.close()
     server.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "byte"),
+    [(Fault.CUT_BEFORE, 0), (Fault.CUT_WITHIN, 9), (Fault.CUT_AFTER, 0), (Fault.CORRUPT_REPLY, 20)],
+)
+def test_a_fault_at_every_command_to_a_redis(fault: Fault, byte: int) -> None:
+    """Through LMCache's resp client: bounded, whole or not at all, right, back by itself.
+
+    Its client has no deadline, no checksum and no reconnect: these are ours.
+    """
+    proxy = Proxy(redis_servers.emptied().port, quiet=frozenset())
+    store = open_adapter({"type": "resp", "host": "127.0.0.1", "port": proxy.port})
+    for n in range(1, 12):
+        items = chain(f"{n}-", 3)
+        proxy.arm(fault, n, byte)
+        begun = time.monotonic()
+        outcomes: list[bytes | None] = []
+        acknowledged = False
+        with contextlib.suppress(StoreUnavailable, TransferFailed, PreconditionFailed):
+            store.put(items)
+            acknowledged = True
+            outcomes += (read(store, item) for item in items)
+        assert time.monotonic() - begun < 8
+        for item, data in zip(items, outcomes, strict=False):
+            assert data in (None, item.payload)
+        eventually(lambda n=n: len(proxy.commands) >= n, within_s=10)  # it polls
+        if acknowledged and fault is not Fault.CORRUPT_REPLY:
+            eventually(lambda items=items: readable(store, items), within_s=20)
+        eventually(lambda items=items: stored(store, items), within_s=20)
+    eventually(lambda: store.usage().up)
+    store.close()
+    proxy.close()
+
+
+def readable(store: LMCacheStore, items: list[StoredObject]) -> bool:
+    """Whether all can be read now; one of LMCache's workers may still be dead, which shows late."""
+    try:
+        return [read(store, item) for item in items] == [item.payload for item in items]
+    except StoreUnavailable:
+        return False
+
+
+def stored(store: LMCacheStore, items: list[StoredObject]) -> bool:
+    """Whether they could be put now, if they are not there."""
+    try:
+        store.put(items)
+        return readable(store, items)
+    except (StoreUnavailable, TransferFailed, PreconditionFailed):
+        return False
 
 
 def test_wrong_specifications_of_adapters(tmp_path: Path) -> None:
