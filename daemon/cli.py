@@ -231,6 +231,8 @@ def _verb(name: str, help: str) -> None:
     @session_app.command(name, help=help)
     def command(id: str, url: Url = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
         async def work(tierd: AsyncTierd) -> Any:
+            if name == "resume":  # the daemon may not know it yet
+                return (await tierd.sessions.resume(id)).info
             session = await tierd.sessions.get(id)
             await getattr(session, name)()
             return session.info
@@ -240,7 +242,7 @@ def _verb(name: str, help: str) -> None:
 
 for _name, _help in (
     ("suspend", "Write a session down."),
-    ("resume", "Bring a session back to the device."),
+    ("resume", "Bring a session to the device, also one that another daemon suspended."),
     ("pin", "Promise its pages host memory."),
     ("unpin", "Withdraw the promise."),
 ):

@@ -278,13 +278,19 @@ class Sessions:
         ttl: float | None = None,
         metadata: Json | None = None,
         pin: bool = False,
+        write_policy: Literal["through", "on_suspend", "never"] | None = None,
     ) -> Session:
         """A new session, its words computed when this returns."""
         body = _given(
             id=id, messages=messages, text=text, token_ids=token_ids, ttl=ttl, metadata=metadata
-        )
-        found = await self._client.call("POST", "/v1/sessions", body | {"pin": pin}, wait="true")
+        ) | _given(write_policy=write_policy, pin=pin)
+        found = await self._client.call("POST", "/v1/sessions", body, wait="true")
         return Session(self._client, found)
+
+    async def resume(self, id: str) -> Session:
+        """A session of this daemon, or one that another daemon suspended to the shared store."""
+        path = f"/v1/sessions/{id}/resume"
+        return Session(self._client, await self._client.call("POST", path, {}, wait="true"))
 
     async def get(self, id: str) -> Session:
         return Session(self._client, await self._client.call("GET", f"/v1/sessions/{id}"))

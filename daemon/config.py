@@ -11,11 +11,12 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import psutil  # type: ignore[import-untyped]
 
 from dsv4_tierd.engine.config import EngineConfig
+from dsv4_tierd.engine.model.presets import PresetError, parse_preset
 from dsv4_tierd.tiering.errors import InvalidRequest
 from dsv4_tierd.tiering.store.open import parse_spec
 from dsv4_tierd.tiering.units import parse_bytes
@@ -27,6 +28,7 @@ GIB = 1 << 30
 Device = Literal["auto", "cpu", "cuda"]
 Tiering = Literal["hisparse", "resident", "off"]
 RowFormat = Literal["auto", "fp8", "bf16", "fp32"]
+Policy = Literal["through", "on_suspend", "never"]
 
 
 class CannotStart(Exception):
@@ -88,6 +90,7 @@ class ServeConfig:
     sessions_max: int = 100_000
     name: str = field(default_factory=socket.gethostname)  # as other daemons are told
     share_sessions: bool = True  # where the store is one that daemons share
+    write_policy: Policy | None = None  # None: what the store says, or through
     lease_s: float = 30.0
     choices_max: int = 16
     thinking_default: bool = False
@@ -110,13 +113,31 @@ class ServeConfig:
             if not passed:
                 raise BadConfig(message)
         try:
-            parse_spec(self.store)
+            parse_preset(self.model)
+        except PresetError as error:
+            raise BadConfig(f"model: {error}") from error
+        try:
+            tiers = parse_spec(self.store)
         except InvalidRequest as error:
             raise BadConfig(f"store: {error.message}") from error
+        said = {tier.policy.value for tier in tiers if tier.policy} | {self.write_policy} - {None}
+        if len(said) > 1:
+            raise BadConfig("write_policy and the store's own policy differ: leave one out")
 
     @property
     def host_budget_bytes(self) -> int:
         return self.host_budget if self.host_budget is not None else default_host_budget()
+
+    @property
+    def default_policy(self) -> Policy:
+        """The write policy of a session that asks for none."""
+        said: list[Policy] = [t.policy.value for t in parse_spec(self.store) if t.policy]
+        return self.write_policy or (said[0] if said else "through")
+
+    @property
+    def has_near_tier(self) -> bool:
+        """Whether the store keeps what its far tier is not sent."""
+        return len(parse_spec(self.store)) == 2
 
     def engine(self) -> EngineConfig:
         """The worker's part."""
@@ -167,7 +188,7 @@ def load_config(
     if unknown := sorted(set(merged) - known):
         raise BadConfig(f"unknown setting: {', '.join(unknown)}")
     if not merged.get("model"):
-        raise BadConfig("model is missing: the folder of the checkpoint")
+        raise BadConfig("model is missing: the folder of the checkpoint, or preset:flash-mini")
     return ServeConfig(**{name: _convert(name, value) for name, value in merged.items()})
 
 
@@ -194,6 +215,8 @@ def _to_type(hint: Any, value: Any, *, size: bool) -> Any:
     if size:
         return parse_bytes(value)
     options = get_args(hint)
+    if options and get_origin(options[0]) is Literal:  # one of these words, or none
+        options = get_args(options[0])
     if options and isinstance(options[0], str):
         if value not in options:
             raise ValueError(f"{value!r} is not one of {', '.join(options)}")

@@ -53,6 +53,7 @@ async def adopt(service: Service, salt: str, id: str) -> Session:
             run=run,
             length=transcript.length,
             turn=record.turn,
+            write_policy=record.write_policy,
         )
         # Its used_s is now: resuming is a use.
         moved = Moved(

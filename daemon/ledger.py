@@ -33,7 +33,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Created(Event, frozen=True, tag="c"):
     """A session, at ``length`` tokens of an existing run (a fork) or empty.
 
-    ``tail_key``: a fork's, of a stored tail that is its source's.
+    ``tail_key``: a fork's, of a stored tail that is its source's. ``write_policy`` "": of before
+    there were any.
     """
 
     uid: str
@@ -47,6 +48,7 @@ class Created(Event, frozen=True, tag="c"):
     length: int = 0
     turn: str = Turn.NONE
     tail_key: bytes | None = None
+    write_policy: str = ""
 
 
 class Run(Event, frozen=True, tag="r"):
@@ -138,6 +140,7 @@ class Record:
     pinned_tier: str | None = None
     pinned_until_s: float | None = None
     shared_version: int = 0
+    write_policy: str = ""
 
 
 class Ledger:
@@ -223,6 +226,7 @@ class Ledger:
             turn=Turn(event.turn),
             tail_key=event.tail_key,
             tail_borrowed=event.tail_key is not None,
+            write_policy=event.write_policy,
         )
 
     def _delete(self, event: Deleted) -> None:
@@ -298,6 +302,7 @@ def _record_events(record: Record) -> Iterator[AnyEvent]:
         metadata=record.metadata,
         encoding=record.encoding,
         tail_key=record.tail_key if record.tail_borrowed else None,
+        write_policy=record.write_policy,
     )
     yield Moved(
         uid=record.uid, run=run, length=transcript.length, used_s=record.used_s, turn=record.turn

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dsv4_tierd.daemon.bridge import NOBODY, Bridge
-from dsv4_tierd.daemon.config import ServeConfig
+from dsv4_tierd.daemon.config import Policy, ServeConfig
 from dsv4_tierd.daemon.diagnosis import RecentPrompts
 from dsv4_tierd.daemon.journal import Journal
 from dsv4_tierd.daemon.ledger import AnyEvent, Moved, Turn
@@ -145,7 +145,10 @@ class Service:
             return
         session.opened_in = bridge.incarnation
         if session.ephemeral:
-            await bridge.send(OpenSession(session_id=session.uid, salt=session.salt))
+            policy = self.config.default_policy
+            await bridge.send(
+                OpenSession(session_id=session.uid, salt=session.salt, write_policy=policy)
+            )
             return
         record = session.record
         opening = OpenSession(
@@ -154,12 +157,25 @@ class Service:
             token_ids=record.transcript.read(),
             tail_key=record.tail_key,
             tail_borrowed=record.tail_borrowed,
+            write_policy=self.policy_of(session),
         )
         if record.pinned_tier is None:
             await bridge.send(opening)
         else:  # both at once: an unpin that comes while the socket is full stays the last word
             bridge.send_soon(opening)
             await bridge.send(PinSession(op_id=NOBODY, session_id=session.uid, pinned=True))
+
+    def policy_of(self, session: Session) -> Policy:
+        """What is written to the store of its words, and when."""
+        said: Any = session.record.write_policy  # checked when it was made
+        policy: Policy = said or self.config.default_policy
+        return policy
+
+    def may_be_stored(self, session: Session) -> bool:
+        """Whether the session can be suspended to the store."""
+        if self.config.store == "none":
+            return False
+        return self.config.has_near_tier or self.policy_of(session) != "never"
 
     def forget_in_worker(self, session: Session) -> None:
         """The worker's idea of the session is doubtful: it is opened afresh before its next use.

@@ -43,7 +43,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     encoding: str = ""
     turn: str = "none"
     tail_key: bytes | None = None
-    write_policy: str = "through"
+    write_policy: str = ""
 
 
 _encoder = msgspec.msgpack.Encoder()

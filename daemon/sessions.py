@@ -123,8 +123,9 @@ class Session:
 
     @property
     def shareable(self) -> bool:
-        """Whether it may be handed to another daemon."""
-        return not self.ephemeral
+        """Whether it may be handed to another daemon: its words may leave this one."""
+        record = self._ledger.records.get(self.uid)
+        return not self.ephemeral and (record is None or record.write_policy != "never")
 
     @property
     def state(self) -> SessionState:

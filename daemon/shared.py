@@ -253,6 +253,7 @@ class SharedSessions:
             encoding=record.encoding,
             turn=record.turn,
             tail_key=tail_key,
+            write_policy=record.write_policy,
         )
 
     # ------------------------------------------------------------ the server

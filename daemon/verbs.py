@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from dsv4_tierd.daemon import handover
 from dsv4_tierd.daemon.bridge import Bridge
+from dsv4_tierd.daemon.config import Policy
 from dsv4_tierd.daemon.encoding import ENCODING_VERSION
 from dsv4_tierd.daemon.ledger import AnyEvent, Created, Deleted, Pinned, Resumed, Turn
 from dsv4_tierd.daemon.service import Service
@@ -50,10 +51,12 @@ async def create(
     *,
     ttl_s: float | None = None,
     metadata: dict[str, Any] | None = None,
+    write_policy: Policy | None = None,
 ) -> Session:
     """An empty session, durable. Needs no engine. Raises SessionExists, StoreUnavailable."""
     session = service.sessions.add(salt, id)
-    if id is not None:
+    policy = write_policy or service.config.default_policy
+    if id is not None and policy != "never":
         try:
             await service.shared.claim_new(session)
         except BaseException:
@@ -71,6 +74,7 @@ async def create(
                 ttl_s=ttl_s,
                 metadata=metadata or {},
                 encoding=ENCODING_VERSION,
+                write_policy=policy,
             )
         ],
     )
@@ -121,6 +125,7 @@ async def fork(service: Service, source: Session, id: str | None, at: int | None
         length=length,
         turn=turn,
         tail_key=record.tail_key if length == record.transcript.length and not more else None,
+        write_policy=record.write_policy,
     )
     _fork_in_worker(service, source, new, length)
     await _commit_new(service, new, [*events, created])
@@ -345,6 +350,7 @@ async def _suspend_all(service: Service, bridge: Bridge) -> None:
         async with room:
             if (
                 session.is_busy
+                or not service.may_be_stored(session)
                 or session.opened_in != bridge.incarnation
                 or session.state is SessionState.SUSPENDED
             ):

@@ -42,6 +42,7 @@ class CreateSession(Input):
     ttl: float | None = None
     cache_salt: str = ""
     pin: bool = False
+    write_policy: Literal["through", "on_suspend", "never"] | None = None
     metadata: dict[str, Any] = {}
 
 
@@ -78,7 +79,7 @@ class Fork(Body):
 
 
 class Suspend(Body):
-    """``tier`` None: the store, or host memory where no store is configured."""
+    """``tier`` None: the store, or host memory where nothing of the session is to be stored."""
 
     tier: Literal["host", "store"] | None = None
     cache_salt: str | None = None

@@ -28,8 +28,9 @@ from dsv4_tierd.tiering.manager import TierConfig, TierManager
 from dsv4_tierd.tiering.plan import Budgets, ModelSizes, Plan, plan
 from dsv4_tierd.tiering.retention import Retention
 from dsv4_tierd.tiering.store.identity import StoreIdentity
-from dsv4_tierd.tiering.store.late import LateStore
+from dsv4_tierd.tiering.store.late import LateStore, LateTwoTiers
 from dsv4_tierd.tiering.store.open import open_store as open_spec
+from dsv4_tierd.tiering.store.open import parse_spec
 from dsv4_tierd.tiering.store.protocol import PrefixStore
 
 log = logging.getLogger("dsv4_tierd.engine")
@@ -135,7 +136,8 @@ def open_store(config: EngineConfig, identity: StoreIdentity) -> PrefixStore | N
         if not config.store_may_wait:
             raise
         log.warning("the engine starts without its store: %s", error.message)
-        return LateStore(open_it, identity.digest, config.store_bytes_max)
+        late = LateTwoTiers if len(parse_spec(config.store)) == 2 else LateStore
+        return late(open_it, identity.digest, config.store_bytes_max)
 
 
 def build_engine(

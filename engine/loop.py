@@ -127,6 +127,7 @@ class Engine:
             return
         reserve = len(session.transcript) + request.max_tokens
         request.seq = self.tiers.open(session.transcript, session.salt, session.tail, reserve)
+        request.seq.write_policy = session.write_policy
         if request.state is State.QUEUED:
             self.scheduler.start(request)
         request.state = State.OPENING

@@ -70,6 +70,7 @@ class OpenSession(Message, frozen=True):
     token_ids: bytes = b""
     tail_key: bytes | None = None  # of an Ack: a tail that suspend wrote to the store
     tail_borrowed: bool = False  # it is another session's, and stays when this one is deleted
+    write_policy: Literal["through", "on_suspend", "never"] | None = None  # None: the store's own
 
 
 class ForkSession(Message, frozen=True):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dsv4_tierd.tiering.blocks import Transcript
+from dsv4_tierd.tiering.store.protocol import WritePolicy
 from dsv4_tierd.tiering.tails import Tail
 
 if TYPE_CHECKING:
@@ -50,4 +51,5 @@ class Session:
     transcript: Transcript
     tail: Tail | None = None
     stored_tail: StoredTail | None = None
+    write_policy: WritePolicy | None = None
     request: Request | None = None

@@ -32,6 +32,7 @@ from dsv4_tierd.tiering.errors import (
 from dsv4_tierd.tiering.idle import IdleTails
 from dsv4_tierd.tiering.replay import has_point
 from dsv4_tierd.tiering.retention import Suspension
+from dsv4_tierd.tiering.store.protocol import WritePolicy
 
 
 @dataclass(slots=True)
@@ -129,8 +130,9 @@ class Verbs:
         stored = StoredTail.from_key(message.tail_key) if message.tail_key else None
         if stored is not None:
             stored.owned = not message.tail_borrowed
+        policy = None if message.write_policy is None else WritePolicy(message.write_policy)
         self._engine.sessions[message.session_id] = Session(
-            message.session_id, message.salt, transcript, stored_tail=stored
+            message.session_id, message.salt, transcript, stored_tail=stored, write_policy=policy
         )
 
     def _fork(self, message: m.ForkSession) -> m.Ack:
@@ -141,6 +143,7 @@ class Verbs:
         if message.at is not None and not 0 <= message.at <= length:
             raise InvalidRequest(f"a fork at {message.at} of {length} tokens", param="at")
         twin = Session(message.session_id, source.salt, source.transcript.fork(message.at))
+        twin.write_policy = source.write_policy
         tiers, request = self._engine.tiers, source.request
         if request is not None and request.seq is not None and request.seq.began:
             twin.tail = tiers.snapshot(request.seq)
@@ -278,11 +281,11 @@ class Verbs:
 
     def _start_suspension(self, session: Session) -> Suspension:
         return self._engine.retention.suspend_to_store(
-            session.id, session.transcript, session.salt, session.tail
+            session.id, session.transcript, session.salt, session.tail, session.write_policy
         )
 
     def _suspended(self, op_id: int, session: Session, suspension: Suspension) -> m.Ack | None:
-        if not suspension.done:
+        if not suspension.advance():
             if not self._engine.tiers.coordinator.up:
                 raise StoreUnavailable("the store went away before everything was written")
             return None
@@ -325,10 +328,13 @@ class Verbs:
                 self._engine.end(request, "cancelled")
             if not suspensions and self._engine.tiers.coordinator.up:
                 suspensions.extend(
-                    self._start_suspension(s) for s in self._engine.sessions.values()
+                    self._start_suspension(s)
+                    for s in self._engine.sessions.values()
+                    if self._engine.retention.may_be_stored(s.write_policy)
                 )
             try:
-                finished = all(suspension.done for suspension in suspensions)
+                advanced = [suspension.advance() for suspension in suspensions]
+                finished = all(advanced)
             except StoreUnavailable:
                 finished = True  # what the store lacks is recomputed from the journal
             return m.Ack(op_id=message.op_id) if finished or late else None

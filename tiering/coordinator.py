@@ -33,6 +33,8 @@ from dsv4_tierd.tiering.store.protocol import (
     PrefixStore,
     StoredObject,
     StoreUsage,
+    TwoTiers,
+    WritePolicy,
 )
 
 log = logging.getLogger("dsv4_tierd.tiering")
@@ -69,15 +71,25 @@ class _Load:
     abandoned: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Dirty:
+    node: Node
+    policy: WritePolicy | None
+
+
 @dataclass(slots=True)
 class _Write:
-    nodes: list[tuple[Node, ObjectKind]]
+    nodes: dict[ObjectKey, _Dirty]
     byte_count: int
     future: Future[None] = field(default_factory=Future)
 
 
 class Coordinator:
-    """Loads into mirror pages and resume slots; write-through of finished pages and points."""
+    """Loads into mirror pages and resume slots; writes of finished pages and points.
+
+    ``has_near_tier``: the store takes everything into a near tier and knows itself what its far
+    one is sent; without one, only what a policy lets through is written.
+    """
 
     def __init__(
         self,
@@ -89,12 +101,13 @@ class Coordinator:
         limits: StoreLimits | None = None,
     ) -> None:
         self.counters = StoreCounters()
+        self.has_near_tier = isinstance(store, TwoTiers)
         self._store, self._tree, self._memory = store, tree, memory
         self._pool, self._points = pool, points
         self._limits = limits or StoreLimits()
         self._loads: dict[ObjectKey, _Load] = {}
         self._writes: deque[_Write] = deque()
-        self._dirty: dict[ObjectKey, Node] = {}
+        self._dirty: dict[ObjectKey, _Dirty] = {}
         self._retry_at = 0.0
         self._trouble = ""
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="store-read")
@@ -185,20 +198,69 @@ class Coordinator:
         return self.up and (self.loading(node, kind) or not self.in_flight(node, kind))
 
     # ------------------------------------------------------------ writes
-    def queue(self, node: Node, kind: ObjectKind) -> None:
-        """Write the block's page or point through to the store, soon."""
-        stored = node.stored if kind is ObjectKind.PAGE else node.resume_stored
-        if self._store is not None and not stored:
-            key = _key(node, kind)
-            if self._dirty.get(key) is not node:
-                self._dirty.pop(key, None)  # an older node of that name: it is pruned
-                self._dirty[key] = node
+    def writes(self, policy: WritePolicy | None) -> bool:
+        """Whether what a session finishes is written before the session is suspended."""
+        return self.has_near_tier or policy in (None, WritePolicy.THROUGH)
 
-    def submit_tail(self, key: ObjectKey, packed: bytes) -> Future[None]:
+    def queue(self, node: Node, kind: ObjectKind, policy: WritePolicy | None = None) -> None:
+        """Write the block's page or point to the store, soon, if its session's policy says so.
+
+        So are the pages before it that another session's policy kept from it.
+        """
+        if self._store is None or not self.writes(policy):
+            return
+        behind = [node] if kind is ObjectKind.PAGE else []
+        while behind and (before := behind[-1].parent) is not None and before.key is not None:
+            if before.stored or self.pending(before, ObjectKind.PAGE):
+                break
+            behind.append(before)
+        for each in reversed(behind):
+            self._queue(each, ObjectKind.PAGE, policy)
+        if kind is ObjectKind.RESUME:
+            self._queue(node, kind, policy)
+
+    def _queue(self, node: Node, kind: ObjectKind, policy: WritePolicy | None) -> None:
+        stored = node.stored if kind is ObjectKind.PAGE else node.resume_stored
+        if stored:
+            return
+        key = _key(node, kind)
+        known = self._dirty.get(key)
+        if known is None or known.node is not node:
+            self._dirty.pop(key, None)  # an older node of that name: it is pruned
+            self._dirty[key] = _Dirty(node, policy)
+        elif known.policy is not WritePolicy.THROUGH:
+            self._dirty[key] = _Dirty(node, policy)
+
+    def pending(self, node: Node, kind: ObjectKind) -> bool:
+        """Whether it is to be written, or being written."""
+        key = _key(node, kind)
+        known = self._dirty.get(key)
+        if known is not None and known.node is node:
+            return True
+        return any(key in write.nodes for write in self._writes)
+
+    def submit_tail(self, tail: StoredObject) -> Future[None]:
         """Write a packed tail; the future is done when it is durable."""
         if self._store is None:
             raise StoreUnavailable("no prefix store is configured")
-        return self._writer.submit(self._store.put, [StoredObject(key, None, packed)])
+        return self._writer.submit(self._store.put, [tail])
+
+    def submit_chain(self, leaf: ObjectKey) -> Future[int] | None:
+        """Send what a session without a tail hangs on to the far tier; None: there is none."""
+        if not self.has_near_tier:
+            return None
+
+        def send(store: PrefixStore) -> int:
+            assert isinstance(store, TwoTiers)
+            store.send_chain(leaf)
+            return 0
+
+        return self.submit(send)
+
+    @property
+    def unsent_count(self) -> int:
+        """Objects that the far tier is still to get, if it can be written."""
+        return self._store.waiting if isinstance(self._store, TwoTiers) else 0
 
     def submit_delete(self, keys: Sequence[ObjectKey]) -> Future[int]:
         """Remove objects, after the writes that are queued before."""
@@ -308,10 +370,11 @@ class Coordinator:
             self._pool.free(load.target)
 
     def _start_writes(self) -> None:
-        batch: list[tuple[Node, ObjectKind]] = []
+        batch: dict[ObjectKey, _Dirty] = {}
         objects: list[StoredObject] = []
         size = sum(write.byte_count for write in self._writes)
-        for key, node in list(self._dirty.items()):
+        for key, dirty in list(self._dirty.items()):
+            node = dirty.node
             if not _in_memory(node, key.kind):
                 del self._dirty[key]  # given up before it was written
                 continue
@@ -323,10 +386,9 @@ class Coordinator:
             size += len(payload)
             del self._dirty[key]
             parent = node.parent.key if node.parent is not None else None
-            batch.append((node, key.kind))
-            objects.append(
-                StoredObject(key, node.key if key.kind is ObjectKind.RESUME else parent, payload)
-            )
+            batch[key] = dirty
+            hangs_on = node.key if key.kind is ObjectKind.RESUME else parent
+            objects.append(StoredObject(key, hangs_on, payload, dirty.policy))
         if objects:
             assert self._store is not None
             write = _Write(batch, sum(len(item.payload) for item in objects))
@@ -335,16 +397,16 @@ class Coordinator:
 
     def _apply_write(self, write: _Write) -> None:
         error = write.future.exception()
-        for node, kind in write.nodes:
-            if node.key is None:
+        for key, dirty in write.nodes.items():
+            if dirty.node.key is None:
                 continue
             if error is not None:
-                self._dirty.setdefault(_key(node, kind), node)
-            elif kind is ObjectKind.PAGE:
-                node.stored = True
+                self._dirty.setdefault(key, dirty)
+            elif key.kind is ObjectKind.PAGE:
+                dirty.node.stored = True
                 self.counters.pages_written += 1
             else:
-                node.resume_stored = True
+                dirty.node.resume_stored = True
         if error is not None:
             if not isinstance(error, TierError | OSError):
                 raise error
@@ -354,18 +416,18 @@ class Coordinator:
             else:
                 self._back_off(str(error))
             # What was given up meanwhile goes, or it would pile up while the store is away.
-            held = (item for item in self._dirty.items() if _in_memory(item[1], item[0].kind))
-            self._dirty = dict(sorted(held, key=lambda item: item[1].depth))
+            held = (item for item in self._dirty.items() if _in_memory(item[1].node, item[0].kind))
+            self._dirty = dict(sorted(held, key=lambda item: item[1].node.depth))
 
     def _recheck(self, write: _Write) -> None:
         """The store gave up blocks before these without telling: write those again first."""
-        path = list(dict.fromkeys(n for node, _ in write.nodes for n in node.path() if n.stored))
+        path = {n: d.policy for d in write.nodes.values() for n in d.node.path() if n.stored}
         found = self._has([_key(node, ObjectKind.PAGE) for node in path])
         for node, there in zip(path, found, strict=False):  # none is found if it went away
             if not there:
                 node.stored = False
                 if node.mirror != NO_PAGE:
-                    self.queue(node, ObjectKind.PAGE)
+                    self._queue(node, ObjectKind.PAGE, path[node])
                 self._tree.prune(node)
 
     def _back_off(self, why: str) -> None:

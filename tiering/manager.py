@@ -405,7 +405,7 @@ class TierManager:
             self.tree.set_device(node, device)
         seq.mirror[block], seq.device[block] = node.mirror, node.device
         seq.path.append(node)
-        self.coordinator.queue(node, ObjectKind.PAGE)
+        self.coordinator.queue(node, ObjectKind.PAGE, seq.write_policy)
 
     def _capture(self, seq: Sequence) -> None:
         """Keep the window at this boundary in the rolling slot."""
@@ -422,7 +422,7 @@ class TierManager:
         seq.rolling_at = 0
         if node.resume == NO_PAGE:
             self.points.publish(seq.rolling_slot, node)
-            self.coordinator.queue(node, ObjectKind.RESUME)
+            self.coordinator.queue(node, ObjectKind.RESUME, seq.write_policy)
             seq.rolling_slot = self.points.take()
 
     def _add_page(self, seq: Sequence, mirror: int, device: int) -> None:

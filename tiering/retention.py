@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -10,33 +11,54 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 from dsv4_tierd.tiering.blocks import BLOCK_TOKENS, Transcript
+from dsv4_tierd.tiering.coordinator import Coordinator
 from dsv4_tierd.tiering.errors import (
     HostPoolExhausted,
     NotPinned,
     PinBudgetExhausted,
     StoreUnavailable,
+    UnsupportedCombination,
 )
 from dsv4_tierd.tiering.idle import IdleTails
 from dsv4_tierd.tiering.manager import TierManager
 from dsv4_tierd.tiering.radix import NO_PAGE, Node
-from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, PrefixStore
+from dsv4_tierd.tiering.store.protocol import (
+    ObjectKey,
+    ObjectKind,
+    PrefixStore,
+    StoredObject,
+    WritePolicy,
+)
 from dsv4_tierd.tiering.tails import Tail
+
+SENT_WITHIN_S = 10.0
 
 
 @dataclass(slots=True)
 class Suspension:
-    """A suspend under way: done when every block and the tail are durable."""
+    """A suspend under way: blocks first, then the tail that hangs on the last of them.
 
+    ``tail``: what is still to be written when the blocks are; ``leaf``: the last block, which is
+    sent to the far tier by itself where there is no tail. ``sent_by``: until then it waits for
+    the far tier.
+    """
+
+    coordinator: Coordinator
     path: list[Node]
     blocks: int
-    tail_key: bytes | None
-    tail_size: int
+    tail_key: bytes | None = None
+    tail_size: int = 0
     tail_position: int = 0
-    futures: list[Future[None]] = field(default_factory=list)
+    tail: StoredObject | None = None
+    leaf: ObjectKey | None = None
+    sent_by: float = 0.0
+    futures: list[Future[None] | Future[int]] = field(default_factory=list)
 
-    @property
-    def done(self) -> bool:
-        """Raises StoreUnavailable if something could not be written."""
+    def advance(self) -> bool:
+        """Go on; True once all is durable, and where other daemons look for it.
+
+        Raises StoreUnavailable if something could not be written.
+        """
         for future in self.futures:
             if future.done() and future.exception() is not None:
                 raise StoreUnavailable(f"the tail could not be written: {future.exception()}")
@@ -44,9 +66,24 @@ class Suspension:
             n.key is None or not (n.stored or n.mirror != NO_PAGE) for n in self.path
         ):
             raise StoreUnavailable("a page was evicted before it was stored")
-        return all(future.done() for future in self.futures) and all(
-            node.stored for node in self.path
-        )
+        if not all(node.stored and not self._point_waits(node) for node in self.path):
+            return False
+        self._write_tail()
+        if not all(future.done() for future in self.futures):
+            return False
+        return not self.coordinator.unsent_count or time.monotonic() > self.sent_by
+
+    def _point_waits(self, node: Node) -> bool:
+        return self.coordinator.pending(node, ObjectKind.RESUME)
+
+    def _write_tail(self) -> None:
+        if self.tail is not None:
+            self.futures.append(self.coordinator.submit_tail(self.tail))
+        elif self.leaf is not None:
+            sending = self.coordinator.submit_chain(self.leaf)
+            if sending is not None:
+                self.futures.append(sending)
+        self.tail = self.leaf = None
 
     def is_of(self, name: str, transcript: Transcript) -> bool:
         """Whether its tail is of these tokens: they may have been rewound since."""
@@ -127,30 +164,53 @@ class Retention:
         if tail is not None and tail.slot is not None:
             self._manager.idle.pack_away(tail)
 
+    def may_be_stored(self, policy: WritePolicy | None) -> bool:
+        """Whether a session of this policy can be suspended to the store at all."""
+        return policy is not WritePolicy.NEVER or self._manager.coordinator.has_near_tier
+
     def suspend_to_store(
-        self, name: str, transcript: Transcript, tenant: str, tail: Tail | None
+        self,
+        name: str,
+        transcript: Transcript,
+        tenant: str,
+        tail: Tail | None,
+        policy: WritePolicy | None = None,
     ) -> Suspension:
-        """Write everything that the store lacks; poll ``done`` with the coordinator."""
+        """Write everything that the store lacks; call ``advance`` after the coordinator's poll.
+
+        Raises StoreUnavailable, UnsupportedCombination (the session is never to be stored).
+        """
         manager = self._manager
+        if not self.may_be_stored(policy):
+            raise UnsupportedCombination(
+                "this session's write policy is never, and there is no near tier: suspend it to "
+                "the host",
+                param="tier",
+            )
         if not manager.coordinator.up:
             raise StoreUnavailable(manager.coordinator.why_down)
+        if not manager.coordinator.has_near_tier:
+            policy = WritePolicy.THROUGH  # what was held back is written now
         # Without a tail the last token is still to be computed, and its block with it.
         position = tail.position if tail is not None else max(len(transcript) - 1, 0)
         path = manager.match(transcript, tenant, position)
         for node in path:
-            manager.coordinator.queue(node, ObjectKind.PAGE)
+            manager.coordinator.queue(node, ObjectKind.PAGE, policy)
             if node.resume != NO_PAGE:
-                manager.coordinator.queue(node, ObjectKind.RESUME)
-        suspension = Suspension(path, position // BLOCK_TOKENS, None, 0)
+                manager.coordinator.queue(node, ObjectKind.RESUME, policy)
+        suspension = Suspension(manager.coordinator, path, position // BLOCK_TOKENS)
+        suspension.sent_by = time.monotonic() + SENT_WITHIN_S
+        leaf = path[-1].key if path else None
         if tail is not None and not IdleTails.lost(tail):
             # The words first, so that a tail is never taken for another transcript's.
             packed = transcript.digest(tail.position) + manager.idle.pack(tail)
             key = tail_digest(name, transcript, tail.position)
             suspension.tail_key, suspension.tail_size = key, len(packed)
             suspension.tail_position = tail.position
-            suspension.futures.append(
-                manager.coordinator.submit_tail(ObjectKey(ObjectKind.TAIL, tenant, key), packed)
-            )
+            tail_name = ObjectKey(ObjectKind.TAIL, tenant, key)
+            suspension.tail = StoredObject(tail_name, leaf, packed, policy)
+        elif leaf is not None and policy is not WritePolicy.NEVER:
+            suspension.leaf = ObjectKey(ObjectKind.PAGE, tenant, leaf)
         return suspension
 
     # ------------------------------------------------------------ forgetting

@@ -13,6 +13,7 @@ from dsv4_tierd.tiering.hot_set import C4Place
 from dsv4_tierd.tiering.plan import C4_ROWS_PER_PAGE
 from dsv4_tierd.tiering.radix import NO_PAGE, Node
 from dsv4_tierd.tiering.replay import Start
+from dsv4_tierd.tiering.store.protocol import WritePolicy
 from dsv4_tierd.tiering.tails import Tail
 
 
@@ -61,6 +62,7 @@ class Sequence:
     rolling_slot: int | None = None
     rolling_at: int = 0
     tail_dirty: bool = False  # rows of the unfinished page that only the tail has
+    write_policy: WritePolicy | None = None
     closed: bool = False
 
     @property

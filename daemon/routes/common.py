@@ -114,6 +114,7 @@ def session_json(session: Session) -> dict[str, Any]:
         "metadata": record.metadata,
         "cache_salt": record.salt,
         "encoding": record.encoding,
+        "write_policy": record.write_policy,
         "suspended_tier": record.suspended_tier,
         "pin": None
         if record.pinned_tier is None

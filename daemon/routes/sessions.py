@@ -56,7 +56,10 @@ async def create(request: web.Request) -> web.Response:
         ids, turn = await ids_of(service, None, body, octets)
     if ids:
         service.bridge()  # refuse before anything is made
-    session = await verbs.create(service, salt, body.id, ttl_s=ttl_s, metadata=metadata)
+    policy = body.write_policy
+    session = await verbs.create(
+        service, salt, body.id, ttl_s=ttl_s, metadata=metadata, write_policy=policy
+    )
     made: dict[str, Any] = {"operation": None}
     try:
         if body.pin:
@@ -191,8 +194,8 @@ async def suspend(request: web.Request) -> web.Response:
     """Write a session down; an operation, or ?wait=true."""
     service = service_of(request)
     body = wire.decode(await request.read(), wire.Suspend)
-    tier = body.tier or ("host" if service.config.store == "none" else "store")
     session = session_of(request, body.cache_salt)
+    tier = body.tier or ("store" if service.may_be_stored(session) else "host")
     service.bridge()  # what would fail at once is answered at once, not in an operation
     session.refuse_busy()
 

@@ -47,12 +47,34 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"model": "m", "host_budget": "3 bananas"}, {}, "host_budget"),
         ({"model": "m", "store": "s3:x"}, {}, "store"),
         ({"model": "m", "thinking_default": "perhaps"}, {}, "thinking_default"),
+        ({"model": "m", "write_policy": "sometimes"}, {}, "sometimes"),
+        (
+            {"model": "m", "write_policy": "never", "store": "disk:a,through:redis://h"},
+            {},
+            "differ",
+        ),
+        ({"model": "m", "lease_s": 0}, {}, "lease_s"),
     ],
 )
 def test_bad_settings_are_named(flags: dict[str, Any], environ: dict[str, str], names: str) -> None:
     """Unknown keys and impossible values are errors that say which."""
     with pytest.raises(BadConfig, match=names):
         load_config(flags, None, environ)
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy", "near"),
+    [
+        ({}, "through", False),
+        ({"write_policy": "never"}, "never", False),
+        ({"store": "disk:a,on_suspend:redis://h"}, "on_suspend", True),
+        ({"store": "disk:a,never:redis://h", "write_policy": "never"}, "never", True),
+    ],
+)
+def test_the_default_write_policy(settings: dict[str, Any], policy: str, near: bool) -> None:
+    """The setting's, or the one that the store names before its far tier, or through."""
+    config = load_config({"model": "m", **settings}, None, {})
+    assert (config.default_policy, config.has_near_tier) == (policy, near)
 
 
 @pytest.mark.parametrize(

@@ -303,3 +303,36 @@ async def test_sharing_can_be_switched_off(pair: Pair) -> None:
     await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
     with pair.server.client as client:
         assert not client.keys("tierd:1:lease:*")
+
+
+async def test_a_session_that_is_never_to_be_stored_stays_here(pair: Pair) -> None:
+    """Its words are in no record, and a suspend means host memory."""
+    a, b = await pair.start("a"), await pair.start("b")
+    made = await a.ok("POST", "/v1/sessions", {"id": "s", "write_policy": "never"})
+    assert made["write_policy"] == "never"
+    await generate(a, WORDS)
+    found = await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    assert found["suspended_tier"] == "host"
+    assert (await refused(b, RESUME))[:2] == (404, "session_not_found")
+    with pair.server.client as client:
+        assert not client.keys("tierd:1:lease:*record")
+    fork = await a.ok("POST", "/v1/sessions/s/fork", {"id": "f"})
+    assert fork["write_policy"] == "never"
+
+
+async def test_a_write_policy_goes_along_and_outlives_a_restart(pair: Pair, tmp_path: Path) -> None:
+    """It is the session's, wherever it runs; the daemon's default is for those that say none."""
+    b = await pair.start("b")
+    a = await pair.start("a", write_policy="on_suspend")
+    status, found, _ = await a.call("POST", "/v1/sessions", {"write_policy": "sometimes"})
+    assert (status, found["error"]["param"]) == (400, "write_policy")
+    await a.ok("POST", "/v1/sessions", {"id": "s"})
+    await generate(a, WORDS)
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    assert (await b.ok("POST", "/v1/sessions/s" + RESUME, {}))["write_policy"] == "on_suspend"
+    async with run_daemon(tmp_path / "c", write_policy="never") as c:
+        await c.ok("POST", "/v1/sessions", {"id": "n"})
+        await c.ok("POST", "/v1/sessions", {"id": "t", "write_policy": "through"})
+    async with run_daemon(tmp_path / "c") as c:
+        found = [(await c.ok("GET", f"/v1/sessions/{id}"))["write_policy"] for id in "nt"]
+    assert found == ["never", "through"]

@@ -394,7 +394,7 @@ class Lives(RuleBasedStateMachine):
         """When a suspension is done, every block is stored, unless the store itself lost it."""
         for saved in list(getattr(self, "saved", [])):
             try:
-                done = saved.suspension.done
+                done = saved.suspension.advance()
             except TierError:
                 self.saved.remove(saved)
                 continue

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dsv4_tierd.tiering.store.protocol import StoredObject
-from dsv4_tierd.tiering.store.tiered import TieredConfig, TieredStore, WritePolicy
+from dsv4_tierd.tiering.store.protocol import StoredObject, WritePolicy
+from dsv4_tierd.tiering.store.tiered import TieredConfig, TieredStore
 from hostile_store import HostileStore
 from store_cases import IDENTITY, open_disk
 

@@ -48,7 +48,7 @@ class Rig:
     def settle(self, suspension: Suspension) -> None:
         for _ in range(10_000):
             self.tiers.coordinator.poll()
-            if suspension.done:
+            if suspension.advance():
                 return
         raise AssertionError("the suspension did not end")
 
@@ -242,9 +242,9 @@ def test_a_session_at_a_block_border_is_suspended_without_its_tail() -> None:
     suspension = retention.suspend_to_store("name", actor.transcript, "", None)
     for _ in range(10_000):
         tiers.coordinator.poll()
-        if suspension.done:
+        if suspension.advance():
             break
-    assert suspension.blocks == 1 and suspension.done
+    assert suspension.blocks == 1 and suspension.advance()
 
 
 def test_dropping_forgets_private_blocks_in_every_tier() -> None:

@@ -13,6 +13,7 @@ from dsv4_tierd.tiering.store.protocol import (
     PrefixStore,
     StoredObject,
     StoreUsage,
+    TwoTiers,
 )
 
 log = logging.getLogger(__name__)
@@ -89,3 +90,16 @@ class LateStore:
         self._thread.join()
         if self._store is not None:
             self._store.close()
+
+
+class LateTwoTiers(LateStore):
+    """The same, of a store of two tiers."""
+
+    @property
+    def waiting(self) -> int:
+        return self._store.waiting if isinstance(self._store, TwoTiers) else 0
+
+    def send_chain(self, leaf: ObjectKey) -> None:
+        inner = self._now()
+        assert isinstance(inner, TwoTiers)
+        inner.send_chain(leaf)

@@ -9,9 +9,9 @@ import threading
 from dsv4_tierd.tiering.errors import StoreUnavailable
 from dsv4_tierd.tiering.store.lease import RedisLeases
 from dsv4_tierd.tiering.store.open import parse_spec
+from dsv4_tierd.tiering.store.protocol import WritePolicy
 from dsv4_tierd.tiering.store.redis_config import RedisConfig
 from dsv4_tierd.tiering.store.redis_link import Link
-from dsv4_tierd.tiering.store.tiered import WritePolicy
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from typing import Any
 
 from dsv4_tierd.tiering.errors import InvalidRequest
 from dsv4_tierd.tiering.store.identity import FIELD_NAMES, StoreIdentity
-from dsv4_tierd.tiering.store.protocol import PrefixStore
+from dsv4_tierd.tiering.store.protocol import PrefixStore, WritePolicy
 from dsv4_tierd.tiering.store.redis_config import SCHEMES, RedisConfig, parse
-from dsv4_tierd.tiering.store.tiered import TieredConfig, TieredStore, WritePolicy
+from dsv4_tierd.tiering.store.tiered import TieredConfig, TieredStore
 
 log = logging.getLogger(__name__)
 

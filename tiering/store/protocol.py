@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Protocol
+from enum import Enum, IntEnum
+from typing import Protocol, runtime_checkable
 
 
 class ObjectKind(IntEnum):
@@ -37,16 +37,29 @@ class ObjectKey:
     digest: bytes
 
 
+class WritePolicy(Enum):
+    """What the farthest tier of a store is sent of a session's words.
+
+    Everything as soon as it is finished; when it is suspended, what it hangs on; or nothing.
+    """
+
+    THROUGH = "through"
+    ON_SUSPEND = "on_suspend"
+    NEVER = "never"
+
+
 @dataclass(frozen=True, slots=True)
 class StoredObject:
     """One object to write. ``parent`` is the digest of the block before it, or None.
 
     A page whose parent is not stored is refused: catalogues hold contiguous runs only.
+    ``policy``: its session's, for a store of two tiers; None: as the store is told.
     """
 
     key: ObjectKey
     parent: bytes | None
     payload: bytes | memoryview
+    policy: WritePolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +124,15 @@ class PrefixStore(Protocol):
 
     def close(self) -> None:
         """Flush and release the store. Further calls raise StoreUnavailable."""
+
+
+@runtime_checkable
+class TwoTiers(Protocol):
+    """A store that keeps things near and sends them far."""
+
+    @property
+    def waiting(self) -> int:
+        """Objects that the far tier is still to get, if it can be written."""
+
+    def send_chain(self, leaf: ObjectKey) -> None:
+        """Send a page, and the pages and points before it, to the far tier, soon."""

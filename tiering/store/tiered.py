@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from dsv4_tierd.tiering.errors import PreconditionFailed, StoreUnavailable, TransferFailed
 from dsv4_tierd.tiering.store.bounded import Bounded
@@ -26,23 +25,16 @@ from dsv4_tierd.tiering.store.protocol import (
     PrefixStore,
     StoredObject,
     StoreUsage,
+    WritePolicy,
 )
 from dsv4_tierd.tiering.store.tiered_copies import CopyUp, Outbox, chain_of
 
 log = logging.getLogger(__name__)
 
 
-class WritePolicy(Enum):
-    """What the remote tier is sent: everything, what a suspended session needs, or nothing."""
-
-    THROUGH = "through"
-    ON_SUSPEND = "on_suspend"
-    NEVER = "never"
-
-
 @dataclass(frozen=True, slots=True)
 class TieredConfig:
-    """How the remote tier is treated.
+    """How the remote tier is treated. ``policy``: of objects that come with none.
 
     A remote call may take ``deadline_s``, and a second more for every ``rate_min`` bytes. After
     a failure it is left alone for ``retry_after_s``. ``batch_bytes``: of one remote write.
@@ -243,7 +235,7 @@ class TieredStore:
                 self._bring_ancestors(objects)
                 self._local.put(objects)
         except StoreUnavailable as error:
-            if self.config.policy is not WritePolicy.THROUGH:
+            if any(self._policy(item) is not WritePolicy.THROUGH for item in objects):
                 raise
             try:
                 self._remote.put(objects)
@@ -253,15 +245,22 @@ class TieredStore:
         self._send(objects)
 
     def _send(self, objects: Sequence[StoredObject]) -> None:
-        if self.config.policy is WritePolicy.NEVER:
-            return
-        if self.config.policy is WritePolicy.THROUGH:
-            self._outbox.send(objects)
-            return
-        self._outbox.hold(objects)
-        for item in objects:
+        wanted = [item for item in objects if self._policy(item) is not WritePolicy.NEVER]
+        for item in wanted:
             if item.key.kind is ObjectKind.TAIL:
-                self._outbox.release(item)
+                if item.parent is not None:  # it may hang on what another session held back
+                    self.send_chain(ObjectKey(ObjectKind.PAGE, item.key.tenant, item.parent))
+                self._outbox.send([item.key])
+        self._outbox.send(
+            [item.key for item in wanted if self._policy(item) is WritePolicy.THROUGH]
+        )
+
+    def send_chain(self, leaf: ObjectKey) -> None:
+        """See ``TwoTiers``."""
+        self._outbox.send_chain(leaf)
+
+    def _policy(self, item: StoredObject) -> WritePolicy:
+        return item.policy or self.config.policy
 
     def _bring_ancestors(self, objects: Sequence[StoredObject]) -> None:
         """Copy pages that only the remote has, and that ``objects`` hang on, into the local tier.
@@ -326,8 +325,8 @@ class TieredStore:
 
     @property
     def waiting(self) -> int:
-        """Objects that the remote tier is still to get."""
-        return self._outbox.waiting
+        """Objects that the remote tier is still to get; 0 while it takes none."""
+        return self._outbox.waiting if self._remote.writes.closed else 0
 
     def tier_usage(self) -> dict[str, StoreUsage]:
         """Each tier's own gauges, by ``local`` and ``remote``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from dsv4_tierd.tiering.errors import PreconditionFailed, StoreUnavailable, TierError
@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.2
 PARENT_WAIT_S = 30.0
-HELD_MAX = 1 << 20
 
 
 class RemoteTier(Protocol):
@@ -64,7 +63,6 @@ class Outbox:
         self._local, self._remote, self._batch_bytes = local, remote, batch_bytes
         self._changed = threading.Condition()
         self._waiting: dict[ObjectKey, None] = {}
-        self._held: dict[ObjectKey, None] = {}
         self._in_hand: dict[ObjectKey, None] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="store-out", daemon=True)
@@ -75,41 +73,27 @@ class Outbox:
         """Objects that are still to be sent."""
         return len(self._waiting) + len(self._in_hand)
 
-    def send(self, objects: Sequence[StoredObject]) -> None:
+    def send(self, keys: Iterable[ObjectKey]) -> None:
         """Send these, soon."""
         with self._changed:
-            self._waiting.update(dict.fromkeys(item.key for item in objects))
+            self._waiting.update(dict.fromkeys(keys))
             self._changed.notify_all()
 
-    def hold(self, objects: Sequence[StoredObject]) -> None:
-        """Remember these until a session that needs them is suspended."""
-        with self._changed:
-            self._held.update(dict.fromkeys(item.key for item in objects))
-            while len(self._held) > HELD_MAX:
-                del self._held[next(iter(self._held))]
-
-    def release(self, tail: StoredObject) -> None:
-        """A session is suspended: send its tail, and the pages and points that it hangs on.
-
-        A tail that names no page brings what its tenant has held back.
-        """
-        with self._changed:
-            if tail.parent is None:
-                found = [key for key in self._held if key.tenant == tail.key.tenant]
-            else:
-                leaf = ObjectKey(ObjectKind.PAGE, tail.key.tenant, tail.parent)
-                pages = [key for key, _ in chain_of(leaf, self._local.find)]
-                points = [ObjectKey(ObjectKind.RESUME, k.tenant, k.digest) for k in pages]
-                found = [*reversed(pages), *points, tail.key]
-            for key in found:
-                self._held.pop(key, None)
-            self._waiting.update(dict.fromkeys(found))
-            self._changed.notify_all()
+    def send_chain(self, leaf: ObjectKey) -> None:
+        """Send a page, the pages before it, and their points, as far as the remote lacks them."""
+        pages = [key for key, _ in chain_of(leaf, self._local.find)][::-1]
+        points = [ObjectKey(ObjectKind.RESUME, key.tenant, key.digest) for key in pages]
+        names = [*pages, *points]
+        here = [*(True for _ in pages), *self._local.has(points)]
+        there = self._remote.has(names)
+        self.send(
+            key for key, has, known in zip(names, here, there, strict=True) if has and not known
+        )
 
     def forget(self, which: Callable[[ObjectKey], bool]) -> None:
         """Do not send these."""
         with self._changed:
-            for keys in (self._waiting, self._in_hand, self._held):
+            for keys in (self._waiting, self._in_hand):
                 for key in [key for key in keys if which(key)]:
                     del keys[key]
 

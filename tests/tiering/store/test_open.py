@@ -10,8 +10,9 @@ import redis_servers
 from dsv4_tierd.tiering.errors import BadRequest, InvalidRequest, StoreUnavailable
 from dsv4_tierd.tiering.store.disk import DiskStore
 from dsv4_tierd.tiering.store.open import TierSpec, open_store, parse_spec
+from dsv4_tierd.tiering.store.protocol import WritePolicy
 from dsv4_tierd.tiering.store.redis import RedisStore
-from dsv4_tierd.tiering.store.tiered import TieredStore, WritePolicy
+from dsv4_tierd.tiering.store.tiered import TieredStore
 from store_cases import IDENTITY, page, read
 
 BUDGET = 64 << 20

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dsv4_tierd.tiering.errors import StoreUnavailable, TransferFailed
-from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, StoredObject
-from dsv4_tierd.tiering.store.tiered import TieredStore, WritePolicy
+from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, StoredObject, WritePolicy
+from dsv4_tierd.tiering.store.tiered import TieredStore
 from hostile_store import HostileStore
 from store_cases import chain, digest, open_disk, page, present, read, resume, tail
 from tiered_cases import DEADLINE_S, RETRY_S, hostile, open_tiered
@@ -241,8 +242,31 @@ def test_a_policy_of_on_suspend_sends_what_the_tail_hangs_on(
     assert not any(far(remote, other))
     store.put([tail("unplaced")])
     assert store.flush(5.0)
-    assert all(far(remote, other)), "a tail that names no page brings what was held back"
+    assert all(far(remote, [tail("unplaced")]))
+    assert not any(far(remote, other)), "a tail that names no page brings itself alone"
     store.close()
+
+
+def test_objects_may_have_a_policy_of_their_own(store: TieredStore, remote: HostileStore) -> None:
+    """Through, on suspend and never side by side; a tail brings its chain, whoever made it."""
+    never, later = chain("n", 3), chain("l", 3)
+    store.put([replace(item, policy=WritePolicy.NEVER) for item in never])
+    store.put([replace(item, policy=WritePolicy.ON_SUSPEND) for item in later])
+    store.put(chain("t", 3))
+    store.put([replace(tail("s", "n2"), policy=WritePolicy.NEVER)])
+    assert store.flush(5.0)
+    assert far(remote, chain("t", 3)) == [True] * 3
+    assert not any(far(remote, [*never, *later, tail("s", "n2")]))
+    store.put([replace(tail("s", "l2"), policy=WritePolicy.ON_SUSPEND)])
+    assert store.flush(5.0)
+    assert all(far(remote, [*later, tail("s", "l2")]))
+    assert not any(far(remote, never))
+    store.put([tail("other", "n1")])
+    assert store.flush(5.0)
+    assert far(remote, never) == [True, True, False]
+    store.send_chain(never[2].key)
+    assert store.flush(5.0)
+    assert all(far(remote, never))
 
 
 def test_what_the_remote_gave_up_is_sent_again(store: TieredStore, remote: HostileStore) -> None:
