@@ -11,7 +11,6 @@ import socket
 import struct
 import sys
 import threading
-from pathlib import Path
 
 import msgspec
 import torch
@@ -26,6 +25,7 @@ from dsv4_tierd.engine.build import (
 )
 from dsv4_tierd.engine.config import EngineConfig
 from dsv4_tierd.engine.messages import FRAME_BYTES_MAX, LoadProgress, Ready, ToDaemon, ToWorker
+from dsv4_tierd.engine.model.presets import model_name
 from dsv4_tierd.engine.model.transformer import Transformer
 from dsv4_tierd.engine.vocabulary import find_tokenizer
 
@@ -119,7 +119,7 @@ def serve(channel: Channel, config: EngineConfig) -> None:
     )
     channel.send(
         Ready(
-            model_id=Path(config.model).resolve().name,
+            model_id=model_name(config.model),
             vocab_size=model.config.vocab_size,
             context_length=sizes.context_tokens,
             has_tokenizer=tokenizer is not None,

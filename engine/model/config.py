@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsv4_tierd.engine.model.presets import config_json, parse_preset
+
 WINDOW_ONLY, C4, C128 = 0, 4, 128
 
 _RATIO_OF_TYPE = {
@@ -99,9 +101,14 @@ class ModelConfig:
         return tuple(i for i, ratio in enumerate(self.compress_ratios) if ratio == C128)
 
 
-def load_config(folder: str | Path) -> ModelConfig:
-    """Read ``folder``/config.json. Raises ConfigError, which names the file or the key."""
-    path = Path(folder) / "config.json"
+def load_config(model: str | Path) -> ModelConfig:
+    """The config.json of a folder, or a preset's (``presets.parse_preset``).
+
+    Raises ConfigError, which names the file or the key, and PresetError.
+    """
+    if (seeded := parse_preset(model)) is not None:
+        return parse_config(config_json(seeded.preset))
+    path = Path(model) / "config.json"
     try:
         raw = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -10,18 +10,22 @@ from pathlib import Path
 from blake3 import blake3
 
 from dsv4_tierd.engine.model.folder import safetensor_files
+from dsv4_tierd.engine.model.presets import parse_preset
+from dsv4_tierd.engine.model.seeded import seeded_digest
 
 CACHE_FILE = "weights-digests.json"
 _REMEMBERED = 64
 
 
-def weights_digest(folder: str | Path, cache_folder: str | Path | None = None) -> bytes:
-    """32 bytes that name the content of ``folder``'s safetensors files.
+def weights_digest(model: str | Path, cache_folder: str | Path | None = None) -> bytes:
+    """32 bytes that name the content of a folder's safetensors files, or a preset's recipe.
 
     cache_folder: where digests are remembered by the files' sizes, times and inodes; None reads
     the files every time. Raises WeightsError. Cost: one read of the weights, then a few stats.
     """
-    files = safetensor_files(Path(folder))
+    if (seeded := parse_preset(model)) is not None:
+        return seeded_digest(seeded)
+    files = safetensor_files(Path(model))
     key = json.dumps([_identity(file) for file in files])
     cache = None if cache_folder is None else Path(cache_folder) / CACHE_FILE
     remembered = {} if cache is None else _read(cache)

@@ -46,22 +46,22 @@ class Transformer:
     @classmethod
     def load(
         cls,
-        folder: str | Path,
+        model: str | Path,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         *,
         keep_quantised: bool = False,
     ) -> Transformer:
-        """Read a checkpoint folder. Raises ConfigError or WeightsError, naming what is wrong.
+        """Read a checkpoint folder, or make a ``preset:`` on the device.
 
         dtype: of plain matrices, and of quantised ones unless ``keep_quantised``, which keeps
-        FP8, MXFP4 and the small bf16 matrices as they are stored.
+        FP8, MXFP4 and the small bf16 matrices as they are stored. Raises ConfigError,
+        WeightsError, PresetError, naming what is wrong.
         """
-        from dsv4_tierd.engine.model.folder import Folder
-        from dsv4_tierd.engine.model.weights import load_parameters
+        from dsv4_tierd.engine.model.weights import load_parameters, open_tensors
 
-        config = load_config(folder)
-        tensors = Folder(folder, torch.device(device))
+        config = load_config(model)
+        tensors = open_tensors(model, torch.device(device), None if keep_quantised else dtype)
         return cls(config, load_parameters(tensors, config, dtype, keep_quantised=keep_quantised))
 
     def embed(self, ids: Tensor) -> Tensor:

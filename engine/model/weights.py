@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
 from dsv4_tierd.engine.model import matrix
 from dsv4_tierd.engine.model.config import C4, C128, WINDOW_ONLY, ModelConfig
 from dsv4_tierd.engine.model.dequantise import dequantise, kept, stored_shape
-from dsv4_tierd.engine.model.folder import WeightsError
+from dsv4_tierd.engine.model.folder import Folder, WeightsError
 from dsv4_tierd.engine.model.matrix import Matrix
 from dsv4_tierd.engine.model.parameters import (
     Attention,
@@ -27,7 +29,10 @@ from dsv4_tierd.engine.model.parameters import (
     Mtp,
     Parameters,
 )
+from dsv4_tierd.engine.model.presets import parse_preset
 from dsv4_tierd.engine.model.rope import inverse_frequencies
+from dsv4_tierd.engine.model.seeded import Seeded
+from dsv4_tierd.engine.model.shapes import weight_bytes
 from dsv4_tierd.kernels.ref.compress import CompressParams
 from dsv4_tierd.kernels.weight import Weight
 
@@ -48,6 +53,39 @@ class StoredTensors(Protocol):
 
     def finish(self) -> None:
         """Called when all were read: raises WeightsError if others are there."""
+
+
+def open_tensors(
+    model: str | Path, device: torch.device, dtype: torch.dtype | None
+) -> StoredTensors:
+    """The tensors of a folder, or of a preset if there is room for it on the device.
+
+    dtype: what its matrices will be dequantised to, None where they stay as stored. Raises
+    WeightsError.
+    """
+    seeded = parse_preset(model)
+    if seeded is None:
+        return Folder(model, device)
+    need = weight_bytes(seeded.preset, None if dtype is None else dtype.itemsize)
+    have = free_bytes(device)
+    if need > have:
+        form = "stored" if dtype is None else str(dtype).removeprefix("torch.")
+        raise WeightsError(
+            f"{model} needs {need / 2**30:.1f} GiB as {form} on {device.type}; "
+            f"{have / 2**30:.1f} are free"
+        )
+    return Seeded(seeded, device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that could be allocated on a device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    limit = Path("/sys/fs/cgroup/memory.max")
+    available = int(psutil.virtual_memory().available)
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        return min(available, int(text))
+    return available
 
 
 def load_parameters(

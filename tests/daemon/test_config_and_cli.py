@@ -39,6 +39,8 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"model": "m", "prot": 1}, {}, "prot"),
         ({"model": "m"}, {"DSV4_TIERD_PROT": "1"}, "prot"),
         ({"model": "m", "port": 70_000}, {}, "port"),
+        ({"model": "preset:flash-maxi"}, {}, "there is preset:flash-mini"),
+        ({"model": "preset:flash-mini?layer=S"}, {}, "layer is none of layers"),
         ({"model": "m", "port": "x"}, {}, "port"),
         ({"model": "m", "port": True}, {}, "port"),
         ({"model": "m", "max_batch": 1.5}, {}, "max_batch"),
