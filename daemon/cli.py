@@ -67,7 +67,9 @@ def show(data: Any, as_json: bool, draw: Callable[[Any], Any] | None = None) -> 
 
 @app.command()
 def serve(
-    model: Annotated[str | None, typer.Option(help="Folder of the checkpoint.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder of the checkpoint, or preset:flash-mini.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="127.0.0.1")] = None,
     port: Annotated[int | None, typer.Option(help="8100; 0 for a free one")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
@@ -169,7 +171,8 @@ def make_checkpoint_command(
     as_json: AsJson = False,
 ) -> None:
     """Write a random-weight DeepSeek-V4 in the official format."""
-    from dsv4_tierd.engine.model.checkpoint import PRESETS, make_checkpoint
+    from dsv4_tierd.engine.model.checkpoint import make_checkpoint
+    from dsv4_tierd.engine.model.presets import PRESETS
 
     if preset not in PRESETS:
         raise typer.BadParameter(f"presets: {', '.join(PRESETS)}", param_hint="--preset")
