@@ -9,11 +9,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from blake3 import blake3
 from tokenizers import Tokenizer
 
 from dsv4_tierd.engine.config import EngineConfig
+from dsv4_tierd.engine.gpu.prefill import SCORE_ROWS
+from dsv4_tierd.engine.gpu.runner import DeviceRunner, why_not
 from dsv4_tierd.engine.loop import Engine, EngineOptions
 from dsv4_tierd.engine.messages import ToDaemon
 from dsv4_tierd.engine.model.config import ModelConfig
@@ -72,14 +75,40 @@ def row_kind(kv_dtype: str) -> RowKind:
     return RowKind("fp32" if kv_dtype == "auto" else kv_dtype)
 
 
+def resolved(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The configuration with nothing left to chance: device, row format, runner.
+
+    Raises UnsupportedCombination for a GPU that is not there, or a model that the ops do not take.
+    """
+    there = torch.cuda.is_available()
+    device = ("cuda" if there else "cpu") if config.device == "auto" else config.device
+    if device == "cuda" and not there:
+        raise UnsupportedCombination("--device cuda: torch finds no GPU", param="device")
+    kv_dtype, runner = config.kv_dtype, config.runner
+    if kv_dtype == "auto" and device == "cuda" and why_not(model, RowKind.FP8) is None:
+        kv_dtype = "fp8"
+    reason = why_not(model, row_kind(kv_dtype))
+    if runner == "auto":
+        runner = "kernels" if device == "cuda" and reason is None else "plain"
+        if device == "cuda" and reason is not None:
+            log.warning("the plain engine runs on the GPU, slowly: %s", reason)
+    if device == "cuda" and runner == "kernels" and reason is not None:
+        raise UnsupportedCombination(reason, param="runner")
+    return msgspec.structs.replace(config, device=device, kv_dtype=kv_dtype, runner=runner)
+
+
 def make_plan(config: EngineConfig, model: ModelConfig, layouts: Layouts) -> Plan:
     """Every pool's size. Raises ExceedsCapacity if the budgets hold nothing."""
+    config = resolved(config, model)
+    on_device = config.runner == "kernels"
+    whole = _whole_pages(config)
     sizes = ModelSizes(
+        score_rows=max(SCORE_ROWS, config.max_batch) if on_device else 0,
         c4_layers=len(model.c4_layers),
         index_topk=model.index_topk,
         row_bytes=layouts.pages.latent.row_bytes,
         mirror_page_bytes=layouts.pages.mirror_bytes,
-        device_page_bytes=layouts.pages.device_bytes,
+        device_page_bytes=layouts.pages.mirror_bytes if whole else layouts.pages.device_bytes,
         tail_slot_bytes=layouts.tail.slot_bytes,
         resume_bytes=layouts.tail.resume_bytes,
         context_length=model.max_position_embeddings,
@@ -140,6 +169,18 @@ def open_store(config: EngineConfig, identity: StoreIdentity) -> PrefixStore | N
         return late(open_it, identity.digest, config.store_bytes_max)
 
 
+def _whole_pages(config: EngineConfig) -> bool:
+    """Whether device pages hold C4 rows too."""
+    return config.runner == "kernels" and config.tiering != "hisparse"
+
+
+def _make_runner(config: EngineConfig, model: Transformer, tiers: TierManager) -> Runner:
+    if config.runner == "plain":
+        return Runner(model, tiers, config.max_batch)
+    dtype = torch.bfloat16 if config.device == "cuda" else torch.float32
+    return DeviceRunner(model, tiers, config.max_batch, config.chunk_tokens, dtype)
+
+
 def build_engine(
     config: EngineConfig,
     model: Transformer,
@@ -153,10 +194,12 @@ def build_engine(
         raise InvalidRequest(
             f"chunk_tokens {config.chunk_tokens} is not positive", param="chunk_tokens"
         )
-    if config.device == "cuda":
-        raise UnsupportedCombination(
-            "--device cuda: the engine runs on CPU only so far", param="device"
-        )
+    config = resolved(config, model.config)
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_stream(
+            torch.cuda.Stream(device)
+        )  # the default one takes no copies in batches
     layouts = Layouts.of(model.config, row_kind(config.kv_dtype))
     sizes = make_plan(config, model.config, layouts)
     tiers = TierManager(
@@ -167,7 +210,8 @@ def build_engine(
             identity=identity,
             tiered=config.tiering == "hisparse",
             reuse=config.tiering != "off",
-            device=torch.device("cpu"),
+            device=device,
+            whole_pages=_whole_pages(config),
             replay_layers=model.config.num_hidden_layers + model.config.num_nextn_predict_layers,
         ),
         store,
@@ -179,7 +223,7 @@ def build_engine(
         queue_max=config.queue_max,
         eos_token_ids=model.config.eos_token_ids,
     )
-    engine = Engine(Runner(model, tiers, config.max_batch), retention, options, send, tokenizer)
+    engine = Engine(_make_runner(config, model, tiers), retention, options, send, tokenizer)
     return (
         engine,
         Verbs(engine, model.config.vocab_size, model.config.max_position_embeddings),

@@ -12,7 +12,8 @@ GIB = 1 << 30
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The engine's part of the configuration. Sizes are bytes; lengths are tokens.
 
-    ``store``: see ``tiering.store.open``; ``store_may_wait``: one that cannot be opened is away,
+    ``runner``: over the ops of ``kernels``, or their plain twin; auto: the former on a GPU, if the
+    ops take the model. ``store``: see ``tiering.store.open``; ``store_may_wait``: one that cannot be opened is away,
     not an error. ``hot_rows`` None: as many as the device budget
     allows. ``chunk_tokens`` never depends on a budget, so that answers do not either.
     """
@@ -20,6 +21,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str
     device: Literal["auto", "cpu", "cuda"] = "auto"
     kv_dtype: Literal["auto", "fp8", "bf16", "fp32"] = "auto"
+    runner: Literal["auto", "plain", "kernels"] = "auto"
     tiering: Literal["hisparse", "resident", "off"] = "hisparse"
     device_budget_bytes: int = GIB
     host_budget_bytes: int = 4 * GIB

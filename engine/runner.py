@@ -73,7 +73,6 @@ class Runner:
     @torch.no_grad()
     def advance(self, chunk: Chunk, layers: int) -> bool:
         """Run up to ``layers`` more layers; True when none is left. The sequence is unchanged."""
-        attend = PrefillAttend(self.model, self.tiers, self._ranks, chunk.seq, chunk.stop)
         window, last = self.model.config.sliding_window, self.model.config.num_hidden_layers
         for _ in range(layers):
             if chunk.layer == last:
@@ -86,17 +85,29 @@ class Runner:
                     chunk.positions[dropped:],
                     chunk.x[dropped:],
                 )
-            if len(chunk.x):
-                chunk.x = self.model.layer(chunk.layer, chunk.x, chunk.ids, chunk.positions, attend)
+            self._layer(chunk)
             chunk.layer += 1
         return chunk.layer == last
+
+    def _layer(self, chunk: Chunk) -> None:
+        """Run the chunk's next layer, unless none of its tokens passes it."""
+        attend = PrefillAttend(self.model, self.tiers, self._ranks, chunk.seq, chunk.stop)
+        if len(chunk.x):
+            chunk.x = self.model.layer(chunk.layer, chunk.x, chunk.ids, chunk.positions, attend)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.model.logits(x)
+
+    def settle(self) -> None:
+        """Wait for what is queued: before time is measured. Here nothing ever is."""
 
     @torch.no_grad()
     def finish(self, chunk: Chunk, want_logits: bool) -> Tensor | None:
         """Commit a chunk that passed all layers; the last token's logits [vocab], if wanted."""
+        logits = self._logits(chunk.x[-1:])[0] if want_logits else None
         self.tiers.swap_tail(chunk.seq)
         self.tiers.commit(chunk.seq, chunk.stop, decoded=False)
-        return self.model.logits(chunk.x[-1:])[0] if want_logits else None
+        return logits
 
     @torch.no_grad()
     def decode(self, seqs: Seq[Sequence]) -> Tensor:
@@ -118,4 +129,4 @@ class Runner:
             x = self.model.layer(layer, x, ids, positions, attend, decode=True)
         for seq in seqs:
             self.tiers.commit(seq, seq.position + 1, decoded=True)
-        return self.model.logits(x)[: len(seqs)]
+        return self._logits(x)[: len(seqs)]

@@ -103,7 +103,8 @@ class RowFormat:
         if self.kind is RowKind.KEY_FP8:
             scale = x.abs().amax(-1, keepdim=True).clamp_min(FP8_AMAX_FLOOR) / FP8_MAX
             data = (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-            return data, scale.contiguous().view(torch.uint8)
+            # Flat first: torch views no [0, 1] of other strides.
+            return data, scale.flatten().view(torch.uint8).view(*x.shape[:-1], 4)
         return x.to(self.dtype), None
 
     def decode(self, data: Tensor, scale: Tensor | None) -> Tensor:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from dsv4_tierd.kernels import swap_in as swap_in_op
 from dsv4_tierd.kernels.layout import Rows, row_pool
-from dsv4_tierd.kernels.ref.swap_in import evict_rows, plan_swap_in, swap_in
+from dsv4_tierd.kernels.ref.swap_in import plan_swap_in, swap_in
 from dsv4_tierd.tiering.mirror import PageMemory
 from dsv4_tierd.tiering.plan import C4_ROWS_PER_PAGE, TAIL_C4_ROWS, Plan
 
@@ -25,7 +27,7 @@ from dsv4_tierd.tiering.plan import C4_ROWS_PER_PAGE, TAIL_C4_ROWS, Plan
 STREAM_TOKENS_PER_QUERY = 2048
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SwapCounters:
     """Rows asked for that were in the hot set, and rows fetched; counters never go down."""
 
@@ -64,7 +66,9 @@ class C4Rows(Protocol):
     Entries are C4 entry numbers (position // 4), -1 where there is none.
     """
 
-    counters: SwapCounters
+    @property
+    def counters(self) -> SwapCounters:
+        """Rows found and fetched so far."""
 
     def store_decoded(
         self, layer: int, places: Seq[C4Place], entries: Tensor, rows: Tensor
@@ -93,16 +97,20 @@ class C4Rows(Protocol):
         """The inverse of ``flush``: entries [first, end) of an unfinished page to the tail."""
 
     def forget_page(self, mirror_page: int) -> None:
-        """The mirror page is about to get other content."""
+        """The mirror page was taken and is about to get other content; said at every taking."""
 
 
 class DirectRows:
     """C4 rows are read and written in the pages themselves: the device's where they hold them."""
 
     def __init__(self, memory: PageMemory) -> None:
-        self.counters = SwapCounters()
         self.on_device = memory.device_c4 is not None
         self.rows = memory.mirror_c4 if memory.device_c4 is None else memory.device_c4
+
+    @property
+    def counters(self) -> SwapCounters:
+        """Nothing is ever fetched."""
+        return SwapCounters()
 
     def _row_ids(self, place: C4Place, entries: Tensor) -> Tensor:
         pages = place.device_pages if self.on_device else place.mirror_pages
@@ -155,7 +163,6 @@ class HotSet:
 
     def __init__(self, memory: PageMemory, plan: Plan, device: torch.device) -> None:
         layers = len(memory.mirror_c4)
-        self.counters = SwapCounters()
         self._mirror = memory.mirror_c4
         # Whole pages, so that hot rows and tail rows never share one.
         self.hot_rows = -(-plan.hot_rows // C4_ROWS_PER_PAGE) * C4_ROWS_PER_PAGE
@@ -164,12 +171,21 @@ class HotSet:
         self.rows = tuple(row_pool(fmt, total, C4_ROWS_PER_PAGE, device) for _ in range(layers))
         mirror_rows = plan.mirror_pages * C4_ROWS_PER_PAGE
         self.residency = torch.full((layers, mirror_rows), -1, dtype=torch.int32, device=device)
-        self.owner = torch.full((layers, self.hot_rows), -1, dtype=torch.int32, device=device)
-        self.stamp = torch.full((layers, self.hot_rows), -1, dtype=torch.int32, device=device)
-        self._staging = [
-            row_pool(fmt, plan.staging_rows, C4_ROWS_PER_PAGE, device)
-            for _ in range(min(layers, 2))
-        ]
+        # One word more than there are slots: what forgetting a row that is not resident writes.
+        self._owner, self._stamp = torch.full(
+            (2, layers * self.hot_rows + 1), -1, dtype=torch.int32, device=device
+        )
+        self.owner = self._owner[:-1].view(layers, self.hot_rows)
+        self.stamp = self._stamp[:-1].view(layers, self.hot_rows)
+        self.device_counters = torch.zeros(2, dtype=torch.int64, device=device)
+        self._taken = bytearray(plan.mirror_pages)
+        self._staging_rows = plan.staging_rows
+
+    @property
+    def counters(self) -> SwapCounters:
+        """What was found and fetched so far; waits for the device."""
+        hits, misses = (int(count) for count in self.device_counters.tolist())
+        return SwapCounters(hits, misses, misses * self.rows[0].format.row_bytes)
 
     def store_decoded(
         self, layer: int, places: Seq[C4Place], entries: Tensor, rows: Tensor
@@ -198,9 +214,8 @@ class HotSet:
             mirror_rows, self.residency[layer], self.owner[layer], self.stamp[layer], step
         )
         swap_in(planned, self.rows[layer], self._mirror[layer])
-        self.counters.hits += planned.hits
-        self.counters.misses += planned.misses
-        self.counters.bytes_fetched += planned.misses * self.rows[layer].format.row_bytes
+        self.device_counters[0] += planned.hits
+        self.device_counters[1] += planned.misses
         return self.rows[layer], torch.where(tail_ids >= 0, tail_ids, planned.slots.long())
 
     def store_prefilled(
@@ -228,6 +243,13 @@ class HotSet:
         )
         return self._staging[layer % 2], torch.where(chosen >= 0, inverse, -1)
 
+    @cached_property
+    def _staging(self) -> list[Rows]:
+        """Two layers' rows; the device's prefill has its own."""
+        fmt, device = self.rows[0].format, self.owner.device
+        layers = range(min(len(self.rows), 2))
+        return [row_pool(fmt, self._staging_rows, C4_ROWS_PER_PAGE, device) for _ in layers]
+
     def _stream(self, layer: int, place: C4Place, count: int) -> None:
         staged, mirror = self._staging[layer % 2], self._mirror[layer]
         whole = count // C4_ROWS_PER_PAGE
@@ -249,16 +271,33 @@ class HotSet:
         for layer in range(len(self.rows)):
             self._load_layer(layer, place, first, end)
 
+    def fill_tail(self, layer: int, tail_slot: int, entries: Tensor, staged: Rows) -> None:
+        """Tail rows of entries [n] of an unfinished page, from staging, where row e is entry e."""
+        ids = self._tail_base(tail_slot) + entries % TAIL_C4_ROWS
+        self.rows[layer].copy_from(ids, staged, entries)
+
     def _load_layer(self, layer: int, place: C4Place, first: int, end: int) -> None:
         entries = torch.arange(first, end)
         ids = self._tail_base(place.tail_slot) + entries % TAIL_C4_ROWS
         self.rows[layer].copy_from(ids, self._mirror[layer], place.mirror_rows(entries))
 
     def forget_page(self, mirror_page: int) -> None:
-        first = mirror_page * C4_ROWS_PER_PAGE
-        rows = torch.arange(first, first + C4_ROWS_PER_PAGE, device=self.residency.device)
-        for layer in range(len(self.rows)):
-            evict_rows(rows, self.residency[layer], self.owner[layer], self.stamp[layer])
+        if not self._taken[mirror_page]:
+            self._taken[mirror_page] = 1  # it had no content before
+            return
+        first, layers = mirror_page * C4_ROWS_PER_PAGE, len(self.rows)
+        page = self.residency[:, first : first + C4_ROWS_PER_PAGE]
+        offsets = torch.arange(layers, device=page.device).unsqueeze(1) * self.hot_rows
+        slots = torch.where(page >= 0, page + offsets, layers * self.hot_rows).flatten().long()
+        self._owner.index_fill_(0, slots, -1)
+        self._stamp.index_fill_(0, slots, -1)
+        page.fill_(-1)
+
+    def tables(self, layer: int) -> swap_in_op.HotSet:
+        """A layer's rows and tables, as the op takes them."""
+        return swap_in_op.HotSet(
+            self.rows[layer], self.residency[layer], self.owner[layer], self.stamp[layer]
+        )
 
     def _tail_base(self, tail_slot: int) -> int:
         return self.hot_rows + tail_slot * TAIL_C4_ROWS

@@ -56,6 +56,7 @@ class TierConfig:
     replay_layers: int  # the model's layers and its MTP block
     tiered: bool = True
     reuse: bool = True
+    whole_pages: bool = False  # device pages hold C4 rows too: where they are not swapped in
 
 
 class TierManager:
@@ -66,9 +67,9 @@ class TierManager:
         self.config = config
         self.replay = replay_tokens(config.tail.window, config.replay_layers)
         self.tree = RadixTree()
-        # Where C4 rows are not swapped in, device pages hold them.
-        whole = device.type == "cuda" and not config.tiered
-        self.memory = PageMemory(config.pages, plan.mirror_pages, plan.device_pages, device, whole)
+        self.memory = PageMemory(
+            config.pages, plan.mirror_pages, plan.device_pages, device, config.whole_pages
+        )
         self.mirror_pool = PagePool("mirror", plan.mirror_pages)
         self.device_pool = PagePool("device", plan.device_pages)
         self.tails = TailPool(config.tail, plan.tail_slots, device)

@@ -27,6 +27,7 @@ class ModelSizes:
     tail_slot_bytes: int
     resume_bytes: int
     context_length: int
+    score_rows: int = 0  # queries whose index scores stand on the device at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Plan:
     staging_rows: int
     context_tokens: int
     bytes_by_pool: tuple[tuple[str, int], ...]
+    score_count: int = 0  # fp32 scores of scratch
 
 
 def plan(model: ModelSizes, budgets: Budgets) -> Plan:
@@ -66,7 +68,7 @@ def plan(model: ModelSizes, budgets: Budgets) -> Plan:
     tail_slots = _tail_slots(budgets)
     tail_bytes = tail_slots * model.tail_slot_bytes
     hot_row_bytes = model.c4_layers * (model.row_bytes + 8)  # the row, its owner and its stamp
-    per_page = model.device_page_bytes
+    per_page = model.device_page_bytes + _score_bytes(model)
     fixed = tail_bytes
     minimum = 0
     if budgets.tiered:
@@ -124,6 +126,7 @@ def _spend(
         ("device.hot_rows", hot_rows * hot_row_bytes),
         ("device.residency", mirror_pages * residency),
         ("device.staging", 2 * staging_rows * model.row_bytes),
+        ("device.scores", session_pages * _score_bytes(model)),
     )
     return Plan(
         mirror_pages=mirror_pages,
@@ -135,6 +138,7 @@ def _spend(
         staging_rows=staging_rows,
         context_tokens=min(session_pages * BLOCK_TOKENS, model.context_length),
         bytes_by_pool=pools,
+        score_count=session_pages * _score_bytes(model) // 4,
     )
 
 
@@ -176,6 +180,11 @@ def _tail_slots(budgets: Budgets) -> int:
 def _staging_bytes(model: ModelSizes) -> int:
     """Two staging buffers' share of one page: one layer's rows each."""
     return 2 * C4_ROWS_PER_PAGE * model.row_bytes if model.c4_layers else 0
+
+
+def _score_bytes(model: ModelSizes) -> int:
+    """Index scores of one page: fp32."""
+    return 4 * C4_ROWS_PER_PAGE * model.score_rows
 
 
 def _residency_bytes(model: ModelSizes) -> int:

@@ -40,6 +40,8 @@ class Twins:
         self.memory = [PageMemory(PAGES, PAGES_MAX, 2, CPU) for _ in range(2)]
         self.hot = HotSet(self.memory[0], plan, CPU)
         self.both: list[C4Rows] = [self.hot, DirectRows(self.memory[1])]
+        for page in range(PAGES_MAX):  # as they are taken the first time
+            self.hot.forget_page(page)
         self.generator = torch.Generator().manual_seed(seed)
         self.step = 0
 

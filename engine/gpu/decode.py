@@ -1,0 +1,288 @@
+"""One token of each of B sessions: the whole step over fixed buffers, on a GPU as one CUDA graph.
+
+Everything that changes between steps is in one block of int32 words, filled on the host and sent
+in one copy: tokens, positions, slots and page tables. The hot set's tables are read and written
+inside the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv4_tierd.engine.gpu.network import DeviceLayer, Network, Projected
+from dsv4_tierd.engine.model.config import C4, C128
+from dsv4_tierd.kernels import compress as compress_op
+from dsv4_tierd.kernels.compress import compress_decode
+from dsv4_tierd.kernels.hyper import hyper_post
+from dsv4_tierd.kernels.index_scores import ScanPlan, fill_plan, index_scores_decode, new_plan
+from dsv4_tierd.kernels.layout import Rows
+from dsv4_tierd.kernels.row_store import row_store
+from dsv4_tierd.kernels.sparse_attention import InverseRope, sparse_attention, workspace
+from dsv4_tierd.kernels.step_ids import StepIds, join_tail, leave_tail, step_ids
+from dsv4_tierd.kernels.swap_in import swap_in
+from dsv4_tierd.kernels.topk import MirrorRows, topk
+from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
+from dsv4_tierd.tiering.hot_set import HotSet
+from dsv4_tierd.tiering.manager import TierManager
+from dsv4_tierd.tiering.plan import C4_ROWS_PER_PAGE, TAIL_C4_ROWS
+from dsv4_tierd.tiering.sequence import Sequence
+
+_WORDS = 5  # a session's own: token, position, tail slot, first entry in the tail, tail row
+
+
+class Inputs:
+    """What a step is told: words and two page tables a session, on the host and on the device.
+
+    words: [5, B]; device_pages, mirror_pages: [B, P]; all int32 views of one block.
+    """
+
+    def __init__(self, batch: int, columns: int, device: torch.device) -> None:
+        size = batch * (_WORDS + 2 * columns)
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self._block = torch.zeros(size, dtype=torch.int32, device=device)
+        self.batch, self.columns = batch, columns
+        words, self.device_pages, self.mirror_pages = self._views(self._block)
+        self.tokens, self.positions, self.slots, self.tail_from, self.tail_rows = words.unbind(0)
+        self._words, self._device, self._mirror = (view.numpy() for view in self._views(self._host))
+
+    def _views(self, block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        table = self.batch * self.columns
+        words, device, mirror = torch.split(block, [_WORDS * self.batch, table, table])
+        return (
+            words.view(_WORDS, self.batch),
+            device.view(self.batch, self.columns),
+            mirror.view(self.batch, self.columns),
+        )
+
+    def fill(self, seqs: Seq[Sequence], first_tail_row: int) -> None:
+        """Write the sessions' words; places beyond them repeat the first, which changes nothing."""
+        for place in range(self.batch):
+            seq = seqs[place] if place < len(seqs) else seqs[0]
+            position, slot, count = seq.position, seq.tail_slot, seq.page_count
+            row = first_tail_row + slot * TAIL_C4_ROWS + position // 4 % TAIL_C4_ROWS
+            token = int(seq.transcript.tokens[position])
+            self._words[:, place] = (token, position, slot, seq.tail_from, row)
+            self._device[place, :count] = seq.device_pages.numpy()
+            self._device[place, count:] = -1
+            self._mirror[place, :count] = seq.mirror_pages.numpy()
+        self._block.copy_(self._host, non_blocking=True)
+
+    @property
+    def host_pages(self) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+        """[B, P] device pages, on the host."""
+        return self._device
+
+
+class DecodeStep:
+    """The step for up to ``batch`` sessions of up to ``columns`` pages.
+
+    step: [1] int32, counts the steps of all. pool: graphs that never run at once share memory.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        tiers: TierManager,
+        batch: int,
+        columns: int,
+        step: Tensor,
+        pool: tuple[int, int] | None = None,
+    ) -> None:
+        device, config = network.device, network.config
+        self.network, self.tiers = network, tiers
+        self.inputs = Inputs(batch, columns, device)
+        self.hot = tiers.c4 if isinstance(tiers.c4, HotSet) else None
+        self._step = step
+        self._ids = StepIds.empty(batch, config.sliding_window, columns, device)
+        self._rows = torch.zeros(3, batch, config.index_topk, dtype=torch.int32, device=device)
+        width = columns * C4_ROWS_PER_PAGE
+        self._scores = torch.empty(batch, width, dtype=torch.float32, device=device)
+        heads, window = config.num_attention_heads, config.sliding_window
+        self._spaces = {
+            kind: workspace(batch, heads, _whole(window) + _whole(extra), device)
+            for kind, extra in ((0, 0), (C4, config.index_topk), (C128, 2 * columns))
+        }
+        self._pooled = compress_op.scratch(batch, config.head_dim, device)
+        self._plan: ScanPlan | None = new_plan(batch, columns, device) if batch > 1 else None
+        self._planned: list[tuple[int, int]] = []
+        self._pool = pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits = torch.empty(0)
+
+    def run(self, seqs: Seq[Sequence]) -> Tensor:
+        """Compute each sequence's pending token. Returns logits [len(seqs), vocab] fp32.
+
+        They are overwritten by the next run. The caller commits the tokens.
+        """
+        inputs = self.inputs
+        assert 0 < len(seqs) <= inputs.batch, len(seqs)
+        window = self.network.config.sliding_window
+        for seq in seqs:  # decode reads whole windows: a replay has made them
+            assert seq.position < inputs.columns * BLOCK_TOKENS
+            assert seq.first_token(len(self.network.layers) - 1, window) <= max(
+                0, seq.position - window + 1
+            )
+        inputs.fill(seqs, 0 if self.hot is None else self.hot.hot_rows)
+        tables = [(id(seq), seq.page_count) for seq in seqs]
+        if self._plan is not None and tables != self._planned:
+            fill_plan(self._plan, inputs.host_pages, C4_ROWS_PER_PAGE)
+            self._planned = tables
+        if self.network.device.type != "cuda":
+            self._logits = self._forward()
+        elif self._graph is None:
+            self._capture()
+        if self._graph is not None:
+            self._graph.replay()
+        return self._logits[: len(seqs)]
+
+    def _capture(self) -> None:
+        """Run once to compile and load what the step needs, then record it.
+
+        The first run computes what the replay computes again, with the same rows and bits.
+        """
+        stream = torch.cuda.current_stream(self.network.device)
+        self._forward()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            self._logits = self._forward()
+        self._graph = graph
+
+    # ------------------------------------------------------------ the step
+    def _forward(self) -> Tensor:
+        network, inputs = self.network, self.inputs
+        step_ids(inputs.positions, inputs.slots, inputs.device_pages, self._ids)
+        self._step.add_(1)
+        x = network.embed(inputs.tokens)
+        mixed = network.gather(x, network.layers[0].attn)
+        for layer in network.layers:
+            y = self._attention(layer, mixed.h)
+            x, mixed = network.spread_gather(y, x, mixed, layer.ffn)
+            y = network.experts(layer, mixed.h, inputs.tokens)
+            if layer is network.layers[-1]:
+                x = hyper_post(y, x, mixed.post, mixed.comb)
+            else:
+                following = network.layers[layer.number + 1].attn
+                x, mixed = network.spread_gather(y, x, mixed, following)
+        return network.logits(x)
+
+    def _attention(self, layer: DeviceLayer, h: Tensor) -> Tensor:
+        network, positions = self.network, self.inputs.positions
+        weights = layer.attention
+        p = network.project(layer, h, positions)
+        window = self.tiers.tails.windows[layer.number]
+        row_store(
+            p.kv,
+            weights.kv_norm,
+            network.config.rms_norm_eps,
+            positions,
+            weights.inv_freq,
+            window,
+            self._ids.own,
+        )
+        extra: Rows | None = None
+        extra_ids: Tensor | None = None
+        if layer.kind == C128:
+            extra, extra_ids = self._all_entries(layer, p)
+        elif layer.kind == C4:
+            extra, extra_ids = self._chosen_entries(layer, p)
+        o = sparse_attention(
+            p.q,
+            window,
+            self._ids.window,
+            extra,
+            extra_ids,
+            layer.constants.sink,
+            network.scale,
+            scratch=self._spaces[layer.kind],
+            inverse=InverseRope(positions, weights.inv_freq),
+        )
+        return network.output(layer, o)
+
+    def _all_entries(self, layer: DeviceLayer, p: Projected) -> tuple[Rows, Tensor]:
+        rows = self.tiers.memory.c128[layer.rank]
+        assert p.main_kv is not None and p.main_gate is not None
+        assert layer.constants.main is not None
+        compress_decode(
+            p.main_kv,
+            p.main_gate,
+            self.inputs.positions,
+            self.tiers.tails.c128_rings[layer.rank],
+            self.inputs.slots,
+            layer.constants.main,
+            rows=rows,
+            ids=self._ids.c128,
+            held=self._pooled,
+        )
+        return rows, self._ids.c128_all
+
+    def _chosen_entries(self, layer: DeviceLayer, p: Projected) -> tuple[Rows, Tensor]:
+        tails, positions, slots = self.tiers.tails, self.inputs.positions, self.inputs.slots
+        assert p.main_kv is not None and p.main_gate is not None
+        assert p.index_kv is not None and p.index_gate is not None
+        assert layer.constants.main is not None and layer.constants.index is not None
+        keys = self.tiers.memory.index_keys[layer.rank]
+        compress_decode(
+            p.index_kv,
+            p.index_gate,
+            positions,
+            tails.index_rings[layer.rank],
+            slots,
+            layer.constants.index,
+            rows=keys,
+            ids=self._ids.c4,
+        )
+        rows, own = self._c4_rows(layer)
+        compress_decode(
+            p.main_kv,
+            p.main_gate,
+            positions,
+            tails.c4_rings[layer.rank],
+            slots,
+            layer.constants.main,
+            rows=rows,
+            ids=own,
+        )
+        index_scores_decode(
+            self.network.queries(layer, p, positions),
+            None,
+            keys,
+            self.inputs.device_pages,
+            self._ids.visible,
+            plan=self._plan,
+            out=self._scores,
+            fill=False,
+        )
+        return rows, self._find(layer)
+
+    def _c4_rows(self, layer: DeviceLayer) -> tuple[Rows, Tensor]:
+        """Where attention reads C4 rows, and the row [B] that a group closed now gets there."""
+        if self.hot is not None:
+            return self.hot.rows[layer.rank], self.inputs.tail_rows
+        assert self.tiers.memory.device_c4 is not None
+        return self.tiers.memory.device_c4[layer.rank], self._ids.c4
+
+    def _find(self, layer: DeviceLayer) -> Tensor:
+        """The rows [B, K] of the best entries by ``_scores``, swapped in where they must be."""
+        chosen, rows, found = self._rows.unbind(0)
+        inputs, visible = self.inputs, self._ids.visible
+        k = chosen.shape[1]
+        if self.hot is None:
+            topk(self._scores, visible, k, chosen, MirrorRows(inputs.device_pages, rows))
+            return rows
+        topk(self._scores, visible, k, chosen, MirrorRows(inputs.mirror_pages, rows))
+        leave_tail(chosen, rows, inputs.tail_from)
+        tables, mirror = self.hot.tables(layer.rank), self.tiers.memory.mirror_c4[layer.rank]
+        swap_in(rows, tables, mirror, self._step, found, self.hot.device_counters)
+        join_tail(chosen, found, inputs.tail_from, inputs.slots, self.hot.hot_rows, TAIL_C4_ROWS)
+        return found
+
+
+def _whole(count: int) -> int:
+    """Ids as attention counts them: whole blocks of 64."""
+    return -(-count // 64) * 64

@@ -1,0 +1,123 @@
+"""The runner over the ops of ``kernels``: the same calls as the plain one, and its results.
+
+On a GPU decode is one CUDA graph for each number of sessions and each reach of page tables; both
+are rounded up to a few sizes, so that there are few graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4_tierd.engine.gpu.decode import DecodeStep
+from dsv4_tierd.engine.gpu.network import Network
+from dsv4_tierd.engine.gpu.prefill import ChunkPlace, Prefill
+from dsv4_tierd.engine.model.config import ModelConfig
+from dsv4_tierd.engine.model.transformer import Transformer
+from dsv4_tierd.engine.runner import Chunk, Runner
+from dsv4_tierd.kernels.layout import RowKind
+from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
+from dsv4_tierd.tiering.manager import TierManager
+from dsv4_tierd.tiering.sequence import Sequence
+
+_BATCHES = (*range(1, 9), *range(12, 33, 4), *range(40, 257, 8))
+_COLUMNS_MIN = 16  # pages; then in steps of four times
+
+
+@dataclass(slots=True)
+class DeviceChunk(Chunk):
+    """A chunk half done, and where its rows lie. positions: int32."""
+
+    place: ChunkPlace
+
+
+class DeviceRunner(Runner):
+    """Prefill by layers, decode by graphs."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        tiers: TierManager,
+        batch_rows: int,
+        chunk_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__(model, tiers, batch_rows)
+        self.network = Network(model, max(batch_rows, chunk_tokens), dtype)
+        plan = tiers.config.plan
+        workspace = torch.empty(plan.score_count, dtype=torch.float32, device=self.device)
+        self.prefill = Prefill(self.network, tiers, workspace)
+        self._columns_max = -(-plan.context_tokens // BLOCK_TOKENS)
+        self._step = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._steps: dict[tuple[int, int], DecodeStep] = {}
+        cuda = self.device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if cuda else None
+
+    @property
+    def exposed_copy_s(self) -> float:
+        """Seconds that prefill has waited for C4 rows so far."""
+        return 0.0 if self.prefill.staging is None else self.prefill.staging.exposed_copy_s
+
+    def settle(self) -> None:
+        """Wait for what is queued on the device: before time is measured."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    @torch.no_grad()
+    def begin(self, seq: Sequence, stop: int) -> DeviceChunk:
+        self.tiers.flush_tail(seq)
+        self.tiers.extend(seq, stop)
+        words = seq.transcript.tokens[seq.position : stop].astype("int32")
+        ids = torch.from_numpy(words).to(self.device)
+        positions = torch.arange(seq.position, stop, device=self.device, dtype=torch.int32)
+        x = self.network.embed(ids)
+        place = self.prefill.begin(seq, stop)
+        return DeviceChunk(seq, seq.position, stop, 0, ids, positions, x, place)
+
+    def _layer(self, chunk: Chunk) -> None:
+        assert isinstance(chunk, DeviceChunk)
+        if not len(chunk.x):
+            self.prefill.skip(chunk.layer, chunk.place)
+            return
+        chunk.x = self.prefill.layer(chunk.layer, chunk.place, chunk.x, chunk.ids, chunk.positions)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.network.logits(x)
+
+    @torch.no_grad()
+    def decode(self, seqs: Seq[Sequence]) -> Tensor:
+        assert 0 < len(seqs) <= self.batch_rows, len(seqs)
+        for seq in seqs:
+            self.tiers.extend(seq, seq.position + 1)
+        step = self._step_for(len(seqs), max(seq.page_count for seq in seqs))
+        logits = step.run(seqs)
+        for seq in seqs:
+            self.tiers.commit(seq, seq.position + 1, decoded=True)
+        return logits
+
+    def _step_for(self, count: int, pages: int) -> DecodeStep:
+        batch = next(size for size in _BATCHES if size >= count)
+        columns = _COLUMNS_MIN
+        while columns < pages:
+            columns *= 4
+        columns = min(columns, max(self._columns_max, _COLUMNS_MIN))
+        key = batch, columns
+        if key not in self._steps:
+            self._steps[key] = DecodeStep(
+                self.network, self.tiers, batch, columns, self._step, self._pool
+            )
+        return self._steps[key]
+
+
+def why_not(config: ModelConfig, kind: RowKind) -> str | None:
+    """Why the ops cannot run this model with these rows, in words; None: they can."""
+    if kind is not RowKind.FP8:
+        return f"--kv-dtype {kind.value}: the kernels read fp8 rows"
+    wanted = (512, 64, 64, 128)
+    found = (config.head_dim, config.qk_rope_head_dim, config.index_n_heads, config.index_head_dim)
+    if found != wanted:
+        return f"(head_dim, rope, index heads, index dim) are {found}, the kernels take {wanted}"
+    return None
