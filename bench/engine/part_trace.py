@@ -30,7 +30,7 @@ def run(stage: Stage) -> None:
     out.mkdir(parents=True, exist_ok=True)
     save(out / "trace-whole.npz", trace, about)
     layers = [trace.shape[1] * i // sizes.trace_layers for i in range(sizes.trace_layers)]
-    small = trace[:, layers]
+    small = trace[: sizes.trace_kept_steps, layers]
     save(out / "trace.npz", small, f"{about}, C4 layers {', '.join(map(str, layers))}")
     sheet.say(f"trace.npz: {(out / 'trace.npz').stat().st_size} B, {small.shape} of {trace.shape}")
     sheet.record(BENCH, case, "steps recorded", len(trace), "steps", "higher")

@@ -52,6 +52,7 @@ class Sizes:
     capacity_spare_bytes: int  # host bytes for resume points and idle tails
     capacity_sessions_max: int
     trace_steps: int
+    trace_kept_steps: int  # of the trace that goes into the tree
     trace_layers: int
     profile_steps: int
     soak_s: float
@@ -86,12 +87,13 @@ REAL = Sizes(
     capacity_spare_bytes=4 * GIB,
     capacity_sessions_max=256,
     trace_steps=512,
+    trace_kept_steps=256,
     trace_layers=2,
     profile_steps=16,
     soak_s=480.0,
     soak_host_bytes=6 * GIB,
     soak_device_bytes=3 * GIB,
-    soak_words=(255, 256, 257, 4_000, 12_000, 40_000, 120_000),
+    soak_words=(255, 256, 257, 1_000, 4_000, 12_000, 40_000),
     prefill_tokens_s=4_000.0,
 )
 
@@ -120,6 +122,7 @@ TOY = Sizes(
     capacity_spare_bytes=2 * MIB,
     capacity_sessions_max=3,
     trace_steps=12,
+    trace_kept_steps=8,
     trace_layers=1,
     profile_steps=1,
     soak_s=1.0,

@@ -6,6 +6,7 @@ there, so a part can run in a process of its own, and the next one on the same m
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,10 +56,12 @@ class Stage:
         key = (kind, tuple(sorted(more.items())))
         if self._rig is None or key != self._key:
             self.close()
+            started = time.monotonic()
             settings = self.settings(kind) | {"store": self.store_spec} | more
             self._rig, self._key = Rig(self.model, self.sheet.ends_s, **settings), key
             pools = (f"{name} {size / 1e9:.2f}" for name, size in self._rig.plan.bytes_by_pool)
-            self.sheet.say(f"engine: {kind.value}; GB: {', '.join(pools)}")
+            spent_s = time.monotonic() - started
+            self.sheet.say(f"engine: {kind.value}, {spent_s:.1f} s; GB: {', '.join(pools)}")
         return self._rig
 
     def settings(self, kind: Kind) -> dict[str, object]:

@@ -250,6 +250,15 @@ def test_our_policy_lies_between_belady_and_chance(load) -> None:
         assert rates["belady", size] >= rates["ours", size] >= rates["lru", size] - 3.0
 
 
+def test_the_kept_trace_is_what_the_documents_say(load) -> None:
+    """Its rows are whole choices of 512, and on it our policy is nearly exact LRU."""
+    trace, about = load("traces").load(ROOT / "bench" / "results" / "trace.npz")
+    assert trace.shape[2] == 512 and "random weights" in about
+    assert (np.diff(trace[trace.min(-1) >= 0], axis=-1) > 0).all()
+    ours, lru = load("hit_rates").hit_rates(trace[:48], [4096], ["ours", "lru"])
+    assert abs(ours.percent - lru.percent) < 0.5
+
+
 def test_probed_slots_are_the_kernels(load) -> None:
     """The hash in arrays is the kernel's, spelled out in whole numbers, sector by sector."""
     hit_rates = load("hit_rates")
@@ -271,13 +280,15 @@ def test_probed_slots_are_the_kernels(load) -> None:
 
 
 def test_the_default_is_where_the_curve_bends(load) -> None:
-    """The smallest size from which doubling brings less than a point."""
+    """The smallest size from which doubling brings less than a point, at most 8 steps' rows."""
     module: ModuleType = load("hit_rates")
     rates = [
         module.Rate("ours", size, percent, 0.0)
         for size, percent in ((1024, 50.0), (2048, 80.0), (4096, 91.0), (8192, 91.9))
     ]
-    assert module.default_hot_rows(rates) == 4096
+    assert module.knee(rates) == module.default_hot_rows(rates, 512) == 4096
+    assert module.default_hot_rows(rates, 1024) == 4096
+    assert module.default_hot_rows(rates, 256) == 2048
 
 
 # ---------------------------------------------------------------- text
