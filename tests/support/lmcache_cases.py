@@ -14,8 +14,8 @@ from dsv4_tierd.tiering.store.lmcache_kit import LMCacheToolkit
 from store_cases import IDENTITY
 
 WHY_NOT = (
-    "LMCache is not installed; in an environment of its own: pip install torch==2.13.0, "
-    "pip install '.[lmcache]' and the tests' needs, pytest tests/tiering/store -k lmcache"
+    "LMCache is not installed here: `make test-lmcache` runs these tests in an environment of "
+    "their own"
 )
 needs_lmcache = pytest.mark.skipif(find_spec("lmcache") is None, reason=WHY_NOT)
 
