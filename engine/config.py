@@ -13,9 +13,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The engine's part of the configuration. Sizes are bytes; lengths are tokens.
 
     ``runner``: over the ops of ``kernels``, or their plain twin; auto: the former on a GPU, if the
-    ops take the model. ``store``: see ``tiering.store.open``; ``store_may_wait``: one that cannot be opened is away,
-    not an error. ``hot_rows`` None: as many as the device budget
-    allows. ``chunk_tokens`` never depends on a budget, so that answers do not either.
+    ops take the model. ``store``: see ``tiering.store.open``; ``store_may_wait``: one that cannot
+    be opened is away, not an error. ``hot_rows`` None: as many as the device budget allows.
+    ``chunk_tokens`` never depends on a budget, so that answers do not either.
     """
 
     model: str

@@ -185,10 +185,10 @@ class Rows:
         """Encode and store rows ``x`` [n, dim] fp32 at ``ids`` [n] (distinct)."""
         data, scale = self.format.encode(x)
         page, slot = self._split(ids)
-        self.data[page, slot] = data
+        self.data[page, slot] = data.to(self.data.device)
         if self.scale is not None:
             assert scale is not None
-            self.scale[page, slot] = scale
+            self.scale[page, slot] = scale.to(self.scale.device)
 
     def copy_from(self, ids: Tensor, source: Rows, source_ids: Tensor) -> None:
         """Copy stored bytes of ``source`` rows to rows ``ids``; formats must be equal."""

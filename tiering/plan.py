@@ -12,6 +12,7 @@ from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
 from dsv4_tierd.tiering.errors import ExceedsCapacity
 
 C4_ROWS_PER_PAGE = BLOCK_TOKENS // 4
+RESIDENCY_SHARE = 16  # one part in this many of the device budget may be residency tables
 TAIL_C4_ROWS = 2 * C4_ROWS_PER_PAGE  # the unfinished page and the last finished one
 
 
@@ -81,32 +82,37 @@ def plan(model: ModelSizes, budgets: Budgets) -> Plan:
                 )
             minimum = budgets.hot_rows
         fixed += tail_slots * TAIL_C4_ROWS * model.c4_layers * model.row_bytes
-        per_page += _staging_bytes(model) + _residency_bytes(model)
-    spare = budgets.device_bytes - fixed - minimum * hot_row_bytes
-    session_pages = min(host.mirror_pages, spare // per_page)
+        per_page += _staging_bytes(model)
+    spare = max(budgets.device_bytes - fixed - minimum * hot_row_bytes, 0)
+    mirror_pages = host.mirror_pages
+    residency = _residency_bytes(model) if budgets.tiered else 0
+    if residency:
+        # A share of its own, used or not: so that no budget's growth takes from the other part.
+        mirror_pages = min(mirror_pages, spare // RESIDENCY_SHARE // residency)
+        spare -= spare // RESIDENCY_SHARE
+    session_pages = min(mirror_pages, spare // per_page)
     if session_pages < 2:
         raise ExceedsCapacity(
             f"device budget {budgets.device_bytes} B holds no session: tails need {fixed} B, "
             f"{minimum} hot rows {minimum * hot_row_bytes} B and two pages {2 * per_page} B"
         )
     session_pages = min(session_pages, -(-model.context_length // BLOCK_TOKENS))
-    return _spend(model, budgets, host, session_pages, spare - session_pages * per_page, minimum)
+    left = budgets.device_bytes - fixed - minimum * hot_row_bytes
+    left -= session_pages * per_page + mirror_pages * residency
+    return _spend(model, budgets, host, (session_pages, mirror_pages), left, minimum)
 
 
 def _spend(
     model: ModelSizes,
     budgets: Budgets,
     host: _HostSplit,
-    session_pages: int,
+    pages: tuple[int, int],
     left: int,
     hot_rows: int,
 ) -> Plan:
-    """Share what one largest session leaves: more mirror, more device pages, more hot rows."""
-    mirror_pages = host.mirror_pages
+    """Share what one largest session leaves: more device pages, more hot rows."""
+    session_pages, mirror_pages = pages
     residency = _residency_bytes(model) if budgets.tiered else 0
-    if residency:
-        mirror_pages = min(mirror_pages, session_pages + left // residency)
-        left -= (mirror_pages - session_pages) * residency
     hot_row_bytes = model.c4_layers * (model.row_bytes + 8)
     device_pages = session_pages
     if budgets.tiered and budgets.hot_rows is None and hot_row_bytes:

@@ -6,6 +6,7 @@ On a CPU the ops are their twins: what is tested is the order of calls, ids and 
 from __future__ import annotations
 
 import pytest
+
 from dsv4_tierd.engine.model.presets import Storage
 from dsv4_tierd.engine.model.transformer import Transformer
 from small_models import text
@@ -31,7 +32,6 @@ def _world(models, runner: str, tiering: str, layers: str = "SHC", **more: objec
         runner=runner,
         tiering=tiering,
         device_budget_bytes=24 << 20,
-        hot_rows=None if tiering == "hisparse" else None,
     )
 
 
