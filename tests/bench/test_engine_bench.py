@@ -146,6 +146,38 @@ def test_a_batch_decodes_together(load, rig) -> None:
     assert all(len(rig.answers[name].token_ids) == 1 + module.WARM_STEPS + 7 for name in requests)
 
 
+def test_a_recorder_reads_what_a_step_wrote(load, rig) -> None:
+    """A runner that keeps its choices in a buffer gives the trace that watched look-ups give."""
+    import torch
+
+    recorder, words = load("traces").Recorder, load("texts").byte_ids(800)
+
+    def recorded() -> np.ndarray:
+        request = rig.start(rig.open(words), None, 5)
+        rig.until_decoding([request])
+        found = recorder(rig)
+        rig.decode([request])
+        return found.trace()
+
+    watched = recorded()
+    buffer = torch.full((1, 4, 16), -1, dtype=torch.int32)
+    switched = []
+    lookup = rig.tiers.c4.lookup
+
+    def written(layer, places, entries, step):
+        buffer[layer, : len(entries)] = entries
+        return lookup(layer, places, entries, step)
+
+    def record_choices(on: bool) -> torch.Tensor:
+        switched.append(on)
+        return buffer
+
+    rig.tiers.c4.lookup = written
+    rig.engine.runner.record_choices = record_choices
+    assert (recorded() == watched).all() and watched.shape == (7, 1, 16)
+    assert switched == [True, False]
+
+
 def test_views_are_counted_once(load) -> None:
     """Overlapping views of one tensor, and a tensor of its own: bytes of memory, not of names."""
     import torch
