@@ -19,7 +19,7 @@ from dsv4_tierd.engine.gpu.prefill import SCORE_ROWS
 from dsv4_tierd.engine.gpu.runner import DeviceRunner, why_not
 from dsv4_tierd.engine.loop import Engine, EngineOptions
 from dsv4_tierd.engine.messages import ToDaemon
-from dsv4_tierd.engine.model.config import ModelConfig
+from dsv4_tierd.engine.model.config import ModelConfig, load_config
 from dsv4_tierd.engine.model.digest import weights_digest
 from dsv4_tierd.engine.model.transformer import Transformer
 from dsv4_tierd.engine.runner import Runner
@@ -28,6 +28,7 @@ from dsv4_tierd.kernels.layout import PAGE_TOKENS, PageLayout, RowFormat, RowKin
 from dsv4_tierd.kernels.tail_layout import TailLayout
 from dsv4_tierd.tiering.errors import InvalidRequest, StoreUnavailable, UnsupportedCombination
 from dsv4_tierd.tiering.manager import TierConfig, TierManager
+from dsv4_tierd.tiering.pinned import Progress
 from dsv4_tierd.tiering.plan import Budgets, ModelSizes, Plan, plan
 from dsv4_tierd.tiering.retention import Retention
 from dsv4_tierd.tiering.store.identity import StoreIdentity
@@ -127,13 +128,14 @@ def make_plan(config: EngineConfig, model: ModelConfig, layouts: Layouts) -> Pla
 
 def store_identity(config: EngineConfig, model: ModelConfig, layouts: Layouts) -> StoreIdentity:
     """What cached bytes depend on, for this checkpoint and these formats."""
+    config = resolved(config, model)
     described = json.dumps(asdict(model), sort_keys=True).encode()
     return StoreIdentity(
         weights_digest=weights_digest(config.model, cache_folder()).hex(),
         model_config_digest=blake3(described).hexdigest(),
         row_format=layouts.pages.latent.kind.value,
         key_format=layouts.pages.key.kind.value,
-        compute_dtype="float32",
+        compute_dtype=str(compute_dtype(config)).removeprefix("torch."),
         state_dtype="float32",
         layout_version=LAYOUT_VERSION,
         page_tokens=PAGE_TOKENS,
@@ -169,6 +171,22 @@ def open_store(config: EngineConfig, identity: StoreIdentity) -> PrefixStore | N
         return late(open_it, identity.digest, config.store_bytes_max)
 
 
+def compute_dtype(config: EngineConfig) -> torch.dtype:
+    """What activations are kept in, under a resolved configuration."""
+    on_ops = config.runner == "kernels" and config.device == "cuda"
+    return torch.bfloat16 if on_ops else torch.float32
+
+
+def load_model(config: EngineConfig) -> Transformer:
+    """The weights on the engine's device: as they are stored for the ops, else in fp32.
+
+    Raises ConfigError, WeightsError, PresetError, UnsupportedCombination.
+    """
+    config = resolved(config, load_config(config.model))
+    keep = config.runner == "kernels"
+    return Transformer.load(config.model, compute_dtype(config), config.device, keep_quantised=keep)
+
+
 def _whole_pages(config: EngineConfig) -> bool:
     """Whether device pages hold C4 rows too."""
     return config.runner == "kernels" and config.tiering != "hisparse"
@@ -177,7 +195,7 @@ def _whole_pages(config: EngineConfig) -> bool:
 def _make_runner(config: EngineConfig, model: Transformer, tiers: TierManager) -> Runner:
     if config.runner == "plain":
         return Runner(model, tiers, config.max_batch)
-    dtype = torch.bfloat16 if config.device == "cuda" else torch.float32
+    dtype = compute_dtype(config)
     return DeviceRunner(model, tiers, config.max_batch, config.chunk_tokens, dtype)
 
 
@@ -188,6 +206,7 @@ def build_engine(
     tokenizer: Tokenizer | None = None,
     store: PrefixStore | None = None,
     identity: bytes = bytes(32),
+    pinning: Progress | None = None,
 ) -> tuple[Engine, Verbs, Plan]:
     """Allocate the tiers and put the loop on top. Raises ExceedsCapacity, InvalidRequest."""
     if config.chunk_tokens <= 0:
@@ -197,9 +216,8 @@ def build_engine(
     config = resolved(config, model.config)
     device = torch.device(config.device)
     if device.type == "cuda":
-        torch.cuda.set_stream(
-            torch.cuda.Stream(device)
-        )  # the default one takes no copies in batches
+        # The default one takes no copies in batches, and no capture.
+        torch.cuda.set_stream(torch.cuda.Stream(device))
     layouts = Layouts.of(model.config, row_kind(config.kv_dtype))
     sizes = make_plan(config, model.config, layouts)
     tiers = TierManager(
@@ -215,6 +233,7 @@ def build_engine(
             replay_layers=model.config.num_hidden_layers + model.config.num_nextn_predict_layers,
         ),
         store,
+        pinning,
     )
     retention = Retention(tiers, config.pin_budget_bytes // layouts.pages.mirror_bytes)
     options = EngineOptions(

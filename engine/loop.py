@@ -194,6 +194,8 @@ class Engine:
         layers = self._pace.layers(layer_count) if decoding else layer_count
         started, first = time.perf_counter(), chunk.layer
         done = self.runner.advance(chunk, layers)
+        if decoding:
+            self.runner.settle()
         self._pace.layer_s = (time.perf_counter() - started) / max(chunk.layer - first, 1)
         if done:
             self._finish_chunk(chunk, request)
@@ -231,7 +233,7 @@ class Engine:
             self.end(request, "length")
         else:
             request.state = State.DECODE
-            self._draw(request, logits)
+            self._draw(request, logits, int(logits.argmax()))
 
     # ------------------------------------------------------------ decode
     def _decode(self) -> bool:
@@ -242,14 +244,15 @@ class Engine:
         started = time.perf_counter()
         logits = self.runner.decode([request.seq for request in batch if request.seq is not None])
         self._pace.decode_s = time.perf_counter() - started
-        for request, row in zip(batch, logits, strict=True):
-            self._draw(request, row)
+        best: list[int] = logits.argmax(1).tolist()  # one wait for all
+        for request, row, token in zip(batch, logits, best, strict=True):
+            self._draw(request, row, token)
         return True
 
-    def _draw(self, request: Request, logits: Tensor) -> None:
+    def _draw(self, request: Request, logits: Tensor, best: int) -> None:
         """Draw the next token, add it to the words, send it; end the request if it is the last."""
         session, sampling = request.session, request.sampling
-        drawn = draw(logits, sampling, len(session.transcript))
+        drawn = draw(logits, sampling, len(session.transcript), best)
         self._append(request, drawn.token_id)
         request.drawn += 1
         request.credit -= 1
@@ -311,6 +314,7 @@ class Engine:
     def _release(self, request: Request) -> None:
         if self._chunk_request is request:
             self._chunk = self._chunk_request = None
+            self.runner.settle()  # its copies are over before its pages are another's
         if request.seq is not None:
             began = request.seq.began
             tail = self.tiers.close(request.seq, keep_tail=not request.ephemeral)

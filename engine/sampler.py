@@ -19,11 +19,15 @@ class Draw:
     logprob: TokenLogprob | None
 
 
-def draw(logits: Tensor, sampling: Sampling, position: int) -> Draw:
-    """Draw the token at ``position``. logits: [vocab] fp32. Ties go to the lowest id."""
-    token = (
-        int(logits.argmax()) if sampling.temperature == 0 else _sample(logits, sampling, position)
-    )
+def draw(logits: Tensor, sampling: Sampling, position: int, best: int | None = None) -> Draw:
+    """Draw the token at ``position``. logits: [vocab] fp32. Ties go to the lowest id.
+
+    best: argmax of the logits, if it is known.
+    """
+    if sampling.temperature != 0:
+        token = _sample(logits, sampling, position)
+    else:
+        token = int(logits.argmax()) if best is None else best
     return Draw(token, _logprob(logits, token, sampling.logprobs))
 
 

@@ -13,20 +13,20 @@ import sys
 import threading
 
 import msgspec
-import torch
 from tokenizers import Tokenizer
 
 from dsv4_tierd.engine.build import (
     Layouts,
     build_engine,
+    load_model,
     open_store,
+    resolved,
     row_kind,
     store_identity,
 )
 from dsv4_tierd.engine.config import EngineConfig
 from dsv4_tierd.engine.messages import FRAME_BYTES_MAX, LoadProgress, Ready, ToDaemon, ToWorker
 from dsv4_tierd.engine.model.presets import model_name
-from dsv4_tierd.engine.model.transformer import Transformer
 from dsv4_tierd.engine.vocabulary import find_tokenizer
 
 log = logging.getLogger("dsv4_tierd.engine")
@@ -107,15 +107,22 @@ class Channel:
 def serve(channel: Channel, config: EngineConfig) -> None:
     """Load, say Ready, and run until the socket closes."""
     channel.send(LoadProgress(stage="weights", done=0, total=1))
-    model = Transformer.load(config.model, torch.float32)
+    model = load_model(config)
     channel.send(LoadProgress(stage="weights", done=1, total=1))
+    config = resolved(config, model.config)
     layouts = Layouts.of(model.config, row_kind(config.kv_dtype))
     identity = store_identity(config, model.config, layouts)
     store = open_store(config, identity)
     tokenizer_file = find_tokenizer(config.model, model.config.vocab_size)
     tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file is not None else None
     engine, verbs, sizes = build_engine(
-        config, model, channel.send, tokenizer, store, identity.digest
+        config,
+        model,
+        channel.send,
+        tokenizer,
+        store,
+        identity.digest,
+        lambda done, total: channel.send(LoadProgress(stage="pinning", done=done, total=total)),
     )
     channel.send(
         Ready(

@@ -96,6 +96,9 @@ class C4Rows(Protocol):
     def load_tail(self, place: C4Place, first: int, end: int) -> None:
         """The inverse of ``flush``: entries [first, end) of an unfinished page to the tail."""
 
+    def copy_tail(self, source_slot: int, target_slot: int) -> None:
+        """A tail slot's rows to another's."""
+
     def forget_page(self, mirror_page: int) -> None:
         """The mirror page was taken and is about to get other content; said at every taking."""
 
@@ -148,6 +151,9 @@ class DirectRows:
 
     def load_tail(self, place: C4Place, first: int, end: int) -> None:
         """Nothing: the mirror page is where they are read."""
+
+    def copy_tail(self, source_slot: int, target_slot: int) -> None:
+        """Nothing: the page is where they are read."""
 
     def forget_page(self, mirror_page: int) -> None:
         """Nothing is kept elsewhere."""
@@ -270,6 +276,17 @@ class HotSet:
     def load_tail(self, place: C4Place, first: int, end: int) -> None:
         for layer in range(len(self.rows)):
             self._load_layer(layer, place, first, end)
+
+    def copy_tail(self, source_slot: int, target_slot: int) -> None:
+        source, target = (
+            slice(start, start + TAIL_C4_ROWS // C4_ROWS_PER_PAGE)
+            for slot in (source_slot, target_slot)
+            for start in [self._tail_base(slot) // C4_ROWS_PER_PAGE]
+        )
+        for rows in self.rows:
+            rows.data[target].copy_(rows.data[source])
+            if rows.scale is not None:
+                rows.scale[target].copy_(rows.scale[source])
 
     def fill_tail(self, layer: int, tail_slot: int, entries: Tensor, staged: Rows) -> None:
         """Tail rows of entries [n] of an unfinished page, from staging, where row e is entry e."""

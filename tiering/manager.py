@@ -29,6 +29,7 @@ from dsv4_tierd.tiering.hot_set import C4Rows, DirectRows, HotSet
 from dsv4_tierd.tiering.idle import IdleTails
 from dsv4_tierd.tiering.mirror import PageMemory
 from dsv4_tierd.tiering.pages import PagePool
+from dsv4_tierd.tiering.pinned import Progress
 from dsv4_tierd.tiering.plan import C4_ROWS_PER_PAGE, Plan
 from dsv4_tierd.tiering.radix import NO_PAGE, Node, RadixTree
 from dsv4_tierd.tiering.replay import Start, choose_start, replay_tokens
@@ -62,13 +63,23 @@ class TierConfig:
 class TierManager:
     """Owner of all tier state. See the module docstring for the order of calls."""
 
-    def __init__(self, config: TierConfig, store: PrefixStore | None = None) -> None:
+    def __init__(
+        self,
+        config: TierConfig,
+        store: PrefixStore | None = None,
+        pinning: Progress | None = None,
+    ) -> None:
         plan, device = config.plan, config.device
         self.config = config
         self.replay = replay_tokens(config.tail.window, config.replay_layers)
         self.tree = RadixTree()
         self.memory = PageMemory(
-            config.pages, plan.mirror_pages, plan.device_pages, device, config.whole_pages
+            config.pages,
+            plan.mirror_pages,
+            plan.device_pages,
+            device,
+            config.whole_pages,
+            pinning,
         )
         self.mirror_pool = PagePool("mirror", plan.mirror_pages)
         self.device_pool = PagePool("device", plan.device_pages)
@@ -299,11 +310,19 @@ class TierManager:
                 # The tail's own pages stand for one that was reserved.
                 self._unreserve(seq, 1)
             return
-        packed = self.idle.pack(tail)
-        seq.tail_slot = self._take_tail_slot()
+        packed = tail.packed if tail.slot is None else None
+        seq.tail_slot = self._take_tail_slot()  # may pack this very tail away
         has_page = tail.position % BLOCK_TOKENS >= 4
         if has_page:
             self.extend(seq, tail.position)
+        if tail.slot is not None:
+            self._copy_tail(seq, tail)
+            return
+        packed = packed or tail.packed
+        if packed is None:
+            self.tails.free(seq.tail_slot)
+            seq.tail_slot = NO_PAGE
+            raise StaleStart
         page = self.memory.blob(int(seq.mirror[seq.page_count - 1])) if has_page else None
         try:
             self.tails.unpack(packed, seq.tail_slot, page)
@@ -322,6 +341,19 @@ class TierManager:
             self.c4.load_tail(*self.idle.unfinished(seq.tail_slot, tail.position, mirror))
         self.idle.release(tail)
         seq.tail = None
+
+    def _copy_tail(self, seq: Sequence, tail: Tail) -> None:
+        """Begin from a tail that others still refer to: slot and unfinished page, on the device."""
+        assert tail.slot is not None
+        self.tails.slots[seq.tail_slot].copy_(self.tails.slots[tail.slot])
+        self.c4.copy_tail(tail.slot, seq.tail_slot)
+        if tail.mirror != NO_PAGE:
+            last = seq.page_count - 1
+            self.memory.duplicate(
+                (tail.mirror, tail.device), (int(seq.mirror[last]), int(seq.device[last]))
+            )
+        self.idle.release(tail)
+        seq.tail, seq.tail_dirty = None, True
 
     def _take_tail_slot(self) -> int:
         while not self.tails.free_count:

@@ -8,19 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dsv4_tierd.kernels.layout import PageLayout, Rows, Section
 from dsv4_tierd.kernels.page_copy import PageCopier
-
-
-def host_memory(rows: int, row_bytes: int, pinned: bool) -> Tensor:
-    """[rows, row_bytes] uint8 of zeros on the host; not pinned, it costs nothing until used."""
-    if pinned:
-        return torch.zeros(rows, row_bytes, dtype=torch.uint8, pin_memory=True)
-    return torch.from_numpy(np.zeros((rows, row_bytes), np.uint8))
+from dsv4_tierd.tiering.pinned import Progress, host_memory
 
 
 class PageMemory:
@@ -37,9 +30,11 @@ class PageMemory:
         device_pages: int,
         device: torch.device,
         whole: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         self.layout = layout
-        self.mirror = host_memory(mirror_pages, layout.mirror_bytes, device.type == "cuda")
+        pinned = device.type == "cuda"
+        self.mirror = host_memory(mirror_pages, layout.mirror_bytes, pinned, progress)
         self._copied = slice(0 if whole else layout.c4_bytes, None)
         page_bytes = self.mirror[:1, self._copied].shape[1]
         self.device = torch.zeros(device_pages, page_bytes, dtype=torch.uint8, device=device)
@@ -73,6 +68,11 @@ class PageMemory:
         for mirror_page, device_page in zip(mirror_pages, device_pages, strict=True):
             self.restore(mirror_page, device_page)
         return None
+
+    def duplicate(self, source: tuple[int, int], target: tuple[int, int]) -> None:
+        """Copy a private page: (mirror, device) page numbers."""
+        self.mirror[target[0]].copy_(self.mirror[source[0]])
+        self.device[target[1]].copy_(self.device[source[1]])
 
     def blob(self, mirror_page: int) -> Tensor:
         """All bytes of a mirror page: [mirror_bytes] uint8 view."""

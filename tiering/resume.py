@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
-from dsv4_tierd.tiering.mirror import host_memory
+from dsv4_tierd.tiering.pinned import host_memory
 from dsv4_tierd.tiering.radix import NO_PAGE, Node, RadixTree
 from dsv4_tierd.tiering.replay import has_point
 

@@ -8,6 +8,7 @@ inside the graph.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ from dsv4_tierd.kernels.hyper import hyper_post
 from dsv4_tierd.kernels.index_scores import ScanPlan, fill_plan, index_scores_decode, new_plan
 from dsv4_tierd.kernels.layout import Rows
 from dsv4_tierd.kernels.row_store import row_store
-from dsv4_tierd.kernels.sparse_attention import InverseRope, sparse_attention, workspace
+from dsv4_tierd.kernels.sparse_attention import sparse_attention, workspace
+from dsv4_tierd.kernels.sparse_attention_triton import InverseRope
 from dsv4_tierd.kernels.step_ids import StepIds, join_tail, leave_tail, step_ids
 from dsv4_tierd.kernels.swap_in import swap_in
 from dsv4_tierd.kernels.topk import MirrorRows, topk
@@ -91,7 +93,7 @@ class DecodeStep:
         batch: int,
         columns: int,
         step: Tensor,
-        pool: tuple[int, int] | None = None,
+        pool: Any = None,
     ) -> None:
         device, config = network.device, network.config
         self.network, self.tiers = network, tiers

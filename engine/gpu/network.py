@@ -137,7 +137,7 @@ class Network:
         if layer.kind == C128:
             return Projected(q, kv, None, small[:, :dim], small[:, dim:])
         index = config.index_head_dim
-        widths = (2 * dim, 2 * dim, 2 * index, 2 * index, config.index_n_heads)
+        widths = [2 * dim, 2 * dim, 2 * index, 2 * index, config.index_n_heads]
         index_q = up[:, heads * dim :].unflatten(1, (config.index_n_heads, index))
         return Projected(q, kv, index_q, *torch.split(small, widths, 1))
 

@@ -20,7 +20,8 @@ from dsv4_tierd.kernels.layout import PAGE_TOKENS, Rows, row_pool
 from dsv4_tierd.kernels.ref.compress import CompressParams
 from dsv4_tierd.kernels.ref.sparse_attention import Listed, Picked
 from dsv4_tierd.kernels.row_store import row_store
-from dsv4_tierd.kernels.sparse_attention import InverseRope, sparse_attention_prefill
+from dsv4_tierd.kernels.sparse_attention import sparse_attention_prefill
+from dsv4_tierd.kernels.sparse_attention_triton import InverseRope
 from dsv4_tierd.tiering.hot_set import HotSet, page_rows
 from dsv4_tierd.tiering.manager import TierManager
 from dsv4_tierd.tiering.plan import C4_ROWS_PER_PAGE
