@@ -9,6 +9,7 @@ so that a dead one costs one deadline and not one a page.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -42,10 +43,15 @@ log = logging.getLogger("dsv4_tierd.tiering")
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Bounds of the traffic with the store."""
+    """Bounds of the traffic with the store.
+
+    ``loads_max`` reads are in flight, ``readers`` of them being read and checked at once: more
+    than there are cores to check them only get in each other's way.
+    """
 
     write_bytes_max: int = 64 << 20
     loads_max: int = 32
+    readers: int = min(4, max(2, len(os.sched_getaffinity(0)) // 2))
     deadline_s: float = 10.0
     retry_after_s: float = 5.0
 
@@ -110,7 +116,7 @@ class Coordinator:
         self._dirty: dict[ObjectKey, _Dirty] = {}
         self._retry_at = 0.0
         self._trouble = ""
-        self._readers = ThreadPoolExecutor(2, thread_name_prefix="store-read")
+        self._readers = ThreadPoolExecutor(self._limits.readers, thread_name_prefix="store-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-write")
 
     # ------------------------------------------------------------ state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -180,6 +181,39 @@ def test_reads_in_flight_are_bounded(warm: Rig) -> None:
         warm.tiers.coordinator.poll()
     assert most == 2
     finish(warm, actor)
+
+
+class SlowStore(HostileStore):
+    """Reads take a while; ``most`` were under way at once."""
+
+    def __init__(self, store: HostileStore) -> None:
+        super().__init__()
+        self.naive = store.naive
+        self.now = self.most = 0
+
+    def get(self, key: ObjectKey, into: memoryview) -> bool:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        time.sleep(0.03)
+        self.now -= 1
+        return super().get(key, into)
+
+
+def test_reads_of_a_restore_overlap(warm: Rig) -> None:
+    """A page is read and checked while others are, on as many threads as there may be."""
+    store = SlowStore(warm.store)
+    tiers = tiny_tiers(tiny_plan(), store)
+    readers = tiers.coordinator._limits.readers
+    puppet = Puppet(tiers)
+    actor = puppet.actor(TOKENS)
+    puppet.open(actor)
+    while not puppet.ready(actor):
+        tiers.coordinator.poll()
+        time.sleep(0.001)
+    assert 2 <= readers <= 4
+    assert store.most == readers
+    puppet.close(actor)
+    tiers.coordinator.close()
 
 
 def test_writes_in_flight_are_bounded(rig: Rig) -> None:
