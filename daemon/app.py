@@ -24,7 +24,15 @@ from dsv4_tierd.daemon.middleware import (
     limit_body,
     read_keys,
 )
-from dsv4_tierd.daemon.routes import chat, completions, explain, generate, operations, sessions
+from dsv4_tierd.daemon.routes import (
+    chat,
+    completions,
+    explain,
+    generate,
+    operations,
+    prefixes,
+    sessions,
+)
 from dsv4_tierd.daemon.service import Service
 from dsv4_tierd.daemon.shared import SharedSessions, holder_name
 from dsv4_tierd.daemon.tokenize import TextCodec, TextService
@@ -49,7 +57,7 @@ def make_app(service: Service) -> web.Application:
         ],
     )
     app[SERVICE] = service
-    for routes in (operations, sessions, generate, chat, completions, explain):
+    for routes in (operations, sessions, prefixes, generate, chat, completions, explain):
         routes.add_routes(app)
     return app
 

@@ -31,6 +31,7 @@ session_app = typer.Typer(help="Sessions of a running daemon.", no_args_is_help=
 prefix_app = typer.Typer(help="Cached prefixes of a running daemon.", no_args_is_help=True)
 app.add_typer(session_app, name="session")
 app.add_typer(prefix_app, name="prefix")
+app.add_typer(prefix_app, name="prefixes", hidden=True)
 app.add_typer(store_app, name="store")
 
 out, err = Console(), Console(stderr=True)
@@ -290,6 +291,26 @@ def prefix_lookup(
     """How many tokens of a text are cached, and in which tier."""
     text = sys.stdin.read() if str(file) == "-" else file.read_text()
     show(ask(url, api_key, lambda t: t.prefixes.lookup(text=text)), as_json)
+
+
+@prefix_app.command("warm")
+def prefix_warm(
+    file: Annotated[Path, typer.Argument(help="A text file, or - for standard input.")],
+    token_ids: Annotated[bool, typer.Option("--ids", help="It is ids, int32 LE.")] = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring what the store has of a text to host memory, and say how many tokens that are."""
+    data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    if token_ids and len(data) % 4:
+        raise typer.BadParameter("not whole int32 numbers", param_hint="--ids")
+    words = (
+        {"token_ids": list(memoryview(data).cast("i"))} if token_ids else {"text": data.decode()}
+    )
+    with err.status("warming up"):
+        found = ask(url, api_key, lambda t: t.prefixes.warm(**words))
+    show(found, as_json)
 
 
 def main() -> None:

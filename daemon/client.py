@@ -46,7 +46,7 @@ _REPEATABLE = frozenset({"GET", "PUT", "DELETE"})
 class Timeouts:
     """Seconds. Only silence is bounded: a stream may go on for hours, with signs of life.
 
-    An answer that comes whole after long work (create, append, generate, suspend, resume) has no
+    An answer that comes whole after long work (create, append, generate, suspend, ...) has no
     signs of life before it; it is waited for as long as the connection lasts.
     """
 
@@ -319,6 +319,11 @@ class Prefixes:
     async def lookup(self, **words: Any) -> Json:
         """messages, text or token_ids: how much of them is cached, and where."""
         found: Json = await self._client.call("POST", "/v1/prefixes/lookup", words)
+        return found
+
+    async def warm(self, **words: Any) -> Json:
+        """messages, text or token_ids: bring what the store has of them to host memory."""
+        found: Json = await self._client.call("POST", "/v1/prefixes/warm", words, wait="true")
         return found
 
     async def explain(self, a: Json, b: Json) -> Json:

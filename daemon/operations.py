@@ -24,12 +24,12 @@ class OperationState(StrEnum):
 
 @dataclass(slots=True)
 class Operation:
-    """One verb on one session, running or ended."""
+    """One verb, on one session or (None) on none, running or ended."""
 
     id: str
     verb: str
     salt: str
-    session_id: str
+    session_id: str | None
     created_s: float = field(default_factory=time.time)
     ended_s: float | None = None
     state: OperationState = OperationState.RUNNING
@@ -80,7 +80,7 @@ class Operations:
         return sum(o.state is OperationState.RUNNING for o in self._known.values())
 
 
-def new_operation(verb: str, salt: str, session_id: str) -> Operation:
+def new_operation(verb: str, salt: str, session_id: str | None) -> Operation:
     """One with a fresh id, not started."""
     return Operation(id=f"op-{uuid.uuid4().hex}", verb=verb, salt=salt, session_id=session_id)
 

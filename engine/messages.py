@@ -170,6 +170,14 @@ class LookupPrefix(Message, frozen=True):
     salt: str = ""
 
 
+class WarmPrefix(Message, frozen=True):
+    """Bring what the store has of these tokens to host memory. Ack with a Warmed."""
+
+    op_id: int
+    token_ids: bytes
+    salt: str = ""
+
+
 class PurgeSalt(Message, frozen=True):
     """Remove every cached and stored byte of one tenant."""
 
@@ -278,6 +286,13 @@ class Matched(msgspec.Struct, frozen=True, kw_only=True):
     store_tokens: int
 
 
+class Warmed(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of a warm-up: tokens in host memory now, and how many of them were read for it."""
+
+    host_tokens: int
+    loaded_tokens: int
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters, by metric name without the ``tierd_`` prefix."""
 
@@ -296,6 +311,7 @@ class Ack(Message, frozen=True):
     positions: tuple[int, ...] = ()
     residency: tuple[TierBytes, ...] = ()
     matched: Matched | None = None
+    warmed: Warmed | None = None
     stats: Stats | None = None
 
     @classmethod
@@ -323,6 +339,7 @@ ToWorker = (
     | AskResidency
     | AskResumePoints
     | LookupPrefix
+    | WarmPrefix
     | PurgeSalt
     | AskStats
     | Audit

@@ -66,6 +66,7 @@ class Verbs:
             m.AskResidency: self._residency,
             m.AskResumePoints: self._resume_points,
             m.LookupPrefix: self._lookup,
+            m.WarmPrefix: self._warm,
             m.PurgeSalt: self._purge,
             m.AskStats: self._stats,
             m.Audit: self._audit,
@@ -366,6 +367,19 @@ class Verbs:
             store_tokens=reused.store,
         )
         return m.Ack(op_id=message.op_id, matched=matched)
+
+    def _warm(self, message: m.WarmPrefix) -> None:
+        root = self._engine.tiers.root(message.salt)
+        retention = self._engine.retention
+        warming = retention.warm(Transcript(root, self._tokens(message.token_ids)), message.salt)
+
+        def poll() -> m.Ack | None:
+            if not retention.advance_warming(warming):
+                return None
+            warmed = m.Warmed(host_tokens=warming.host_tokens, loaded_tokens=warming.loaded_tokens)
+            return m.Ack(op_id=message.op_id, warmed=warmed)
+
+        self._pending.append(_Pending(message.op_id, poll))
 
     def _stats(self, message: m.AskStats) -> m.Ack:
         return m.Ack(op_id=message.op_id, stats=stats(self._engine))

@@ -16,6 +16,7 @@ from dsv4_tierd.tiering.errors import (
     HostPoolExhausted,
     NotPinned,
     PinBudgetExhausted,
+    QueueFull,
     StoreUnavailable,
     UnsupportedCombination,
 )
@@ -30,8 +31,10 @@ from dsv4_tierd.tiering.store.protocol import (
     WritePolicy,
 )
 from dsv4_tierd.tiering.tails import Tail
+from dsv4_tierd.tiering.warm import Warming
 
 SENT_WITHIN_S = 10.0
+WARMINGS_MAX = 16
 
 
 @dataclass(slots=True)
@@ -99,6 +102,7 @@ class Retention:
         self._manager = manager
         self.pin_pages_max = pin_pages_max
         self._pins: dict[str, Node] = {}
+        self._warming: list[Warming] = []
 
     @property
     def pinned_pages(self) -> int:
@@ -156,7 +160,30 @@ class Retention:
 
     def pin_counts(self) -> Counter[Node]:
         """How often each node is pinned, for the audit."""
-        return Counter(node for leaf in self._pins.values() for node in leaf.path())
+        leaves = [*self._pins.values(), *(warming.leaf for warming in self._warming)]
+        return Counter(node for leaf in leaves for node in leaf.path())
+
+    # ------------------------------------------------------------ warm-up
+    def warm(self, transcript: Transcript, tenant: str) -> Warming:
+        """Bring a prefix from the store to host memory; call ``advance_warming`` until it is there.
+
+        Raises StoreUnavailable.
+        """
+        coordinator = self._manager.coordinator
+        if not coordinator.up:
+            raise StoreUnavailable(coordinator.why_down)
+        if len(self._warming) >= WARMINGS_MAX:
+            raise QueueFull(f"{WARMINGS_MAX} prefixes are being warmed up already")
+        warming = Warming.begin(self._manager, transcript, tenant)
+        self._warming.append(warming)
+        return warming
+
+    def advance_warming(self, warming: Warming) -> bool:
+        """Whether it has ended."""
+        ended = warming.advance()
+        if ended:
+            self._warming.remove(warming)
+        return ended
 
     # ------------------------------------------------------------ suspend
     def suspend_to_host(self, tail: Tail | None) -> None:

@@ -1,4 +1,4 @@
-"""Health, readiness, metrics, version, models, tiers, tokenising, lookups, operations, drain."""
+"""Health, readiness, metrics, version, models, tiers, tokenising, operations, drain."""
 
 from __future__ import annotations
 
@@ -11,18 +11,10 @@ from aiohttp import web
 from dsv4_tierd.daemon import metrics, wire
 from dsv4_tierd.daemon.encoding import ENCODING_VERSION, encode_chat
 from dsv4_tierd.daemon.middleware import json_response
-from dsv4_tierd.daemon.routes.common import (
-    ids_of,
-    is_octets,
-    operation_json,
-    salt_of,
-    service_of,
-)
+from dsv4_tierd.daemon.routes.common import operation_json, salt_of, service_of
 from dsv4_tierd.daemon.service import Service
-from dsv4_tierd.daemon.transcript import ID_BYTES
 from dsv4_tierd.daemon.worker import WorkerState
-from dsv4_tierd.engine.messages import LookupPrefix
-from dsv4_tierd.tiering.errors import ContextLengthExceeded, InvalidRequest
+from dsv4_tierd.tiering.errors import InvalidRequest
 
 STATS_WAIT_S = 1.0
 
@@ -158,37 +150,6 @@ async def detokenize(request: web.Request) -> web.Response:
     return json_response({"text": text, "prompt": text})
 
 
-async def lookup(request: web.Request) -> web.Response:
-    """How much of these words is cached, and where. Holds nothing."""
-    service = service_of(request)
-    data = await request.read()
-    octets = data if is_octets(request) else None
-    body = wire.Lookup() if octets is not None else wire.decode(data, wire.Lookup)
-    salt = salt_of(request, body.cache_salt)
-    ids, _ = await ids_of(service, None, body, octets)
-    if not ids:
-        raise InvalidRequest("give one of messages, text, token_ids")
-    if len(ids) // ID_BYTES > service.model.context_length:
-        raise ContextLengthExceeded("the prompt is longer than the context")
-    ack = await service.worker.bridge().ask(
-        lambda op: LookupPrefix(op_id=op, token_ids=ids, salt=salt)
-    )
-    matched = ack.matched
-    assert matched is not None, "a lookup's Ack has its answer"
-    return json_response(
-        {
-            "prompt_tokens": len(ids) // ID_BYTES,
-            "matched_tokens": matched.matched_tokens,
-            "reusable_tokens": matched.reusable_tokens,
-            "tiers": {
-                "device": matched.device_tokens,
-                "host": matched.host_tokens,
-                "store": matched.store_tokens,
-            },
-        }
-    )
-
-
 async def get_operation(request: web.Request) -> web.Response:
     """One long verb's state, progress and result."""
     service = service_of(request)
@@ -216,7 +177,6 @@ def add_routes(app: web.Application) -> None:
             web.get("/v1/tiers", tiers),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
-            web.post("/v1/prefixes/lookup", lookup),
             web.get("/v1/operations/{id}", get_operation),
             web.post("/admin/drain", drain),
         ]

@@ -68,6 +68,7 @@ async def test_every_verb(tierd: AsyncTierd) -> None:
         await tierd.sessions.create(f"b{n}")
     assert [s.id async for s in tierd.sessions.list(page=2)] == ["a", "b0", "b1", "b2", "b3"]
     assert (await tierd.prefixes.lookup(token_ids=[5] * 300))["matched_tokens"] == 256
+    assert (await tierd.prefixes.warm(token_ids=[5] * 300))["host_tokens"] == 256
     await session.close()
     with pytest.raises(SessionNotFoundError):
         await tierd.sessions.get("a")

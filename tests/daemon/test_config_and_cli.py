@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,14 @@ async def test_the_command_line(daemon: Daemon, tmp_path: Path) -> None:
     file.write_text("word " * 2_000)
     code, text = await run_cli(daemon, "prefix", "lookup", str(file), "--json")
     assert json.loads(text)["matched_tokens"] > 0
+    for names in (("prefix", "warm"), ("prefixes", "warm")):
+        code, text = await run_cli(daemon, *names, str(file), "--json")
+        assert (code, json.loads(text)["host_tokens"] > 0) == (0, True)
+    file.write_bytes(struct.pack("<600i", *range(600)))
+    code, text = await run_cli(daemon, "prefix", "warm", str(file), "--ids", "--json")
+    assert json.loads(text) == {"prompt_tokens": 600, "host_tokens": 512, "loaded_tokens": 256}
+    file.write_bytes(bytes(7))
+    assert (await run_cli(daemon, "prefix", "warm", str(file), "--ids"))[0] == 2
     assert (await run_cli(daemon, "session", "fly", "a"))[0] == 2
     assert (await run_cli(daemon, "serve", "--device", "tpu", "--model", "m"))[0] == 2
     assert (await run_cli(daemon, "drain"))[0] == 0

@@ -89,6 +89,8 @@ BAD: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/tokenize", {}, 400, "invalid_request"),
     ("POST", "/detokenize", {"token_ids": [1 << 31]}, 400, "invalid_token_ids"),
     ("POST", "/v1/prefixes/lookup", {}, 400, "invalid_request"),
+    ("POST", "/v1/prefixes/warm", {}, 400, "invalid_request"),
+    ("POST", "/v1/prefixes/warm", {"token_ids": [-1]}, 400, "invalid_token_ids"),
     ("POST", CHAT, {}, 400, "invalid_request"),
     ("POST", CHAT, {"messages": "hi"}, 400, "invalid_request"),
     ("POST", CHAT, {"messages": USER, "model": "gpt-9"}, 404, "not_found"),

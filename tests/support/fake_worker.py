@@ -51,6 +51,8 @@ from dsv4_tierd.engine.messages import (
     Tokens,
     ToWorker,
     Usage,
+    Warmed,
+    WarmPrefix,
 )
 
 VOCAB = 129_280
@@ -209,6 +211,9 @@ class FakeWorker:
                         store_tokens=0,
                     ),
                 )
+            case WarmPrefix():
+                n = len(m.token_ids) // 4 // 256 * 256
+                return Ack(op_id=m.op_id, warmed=Warmed(host_tokens=n, loaded_tokens=n // 2))
             case Audit():
                 self.counters["audits"] += 1
             case ResumeSession() | PurgeSalt() | Drain():
