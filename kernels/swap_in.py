@@ -138,6 +138,10 @@ def _check(
     check_tensor("counters", counters, torch.int64, (2,), device)
     for name, tensor in (("rows", rows), ("slots", slots), ("counters", counters)):
         check_dense(name, tensor)
+    if device.type == "cuda" and hot.stamp.data_ptr() % 32:
+        raise ValueError(
+            f"stamp: at {hot.stamp.data_ptr():#x}, must start at 32 B: probes are sectors"
+        )
     if hot.rows.format != mirror.format:
         raise ValueError(f"mirror: rows of {mirror.format}, hot set of {hot.rows.format}")
     if slot_count < 2 * rows.numel() or slot_count > hot.rows.row_count or slot_count % 8:

@@ -178,9 +178,9 @@ class HotSet:
         mirror_rows = plan.mirror_pages * C4_ROWS_PER_PAGE
         self.residency = torch.full((layers, mirror_rows), -1, dtype=torch.int32, device=device)
         # One word more than there are slots: what forgetting a row that is not resident writes.
-        self._owner, self._stamp = torch.full(
-            (2, layers * self.hot_rows + 1), -1, dtype=torch.int32, device=device
-        )
+        words = layers * self.hot_rows + 1
+        self._owner = torch.full((words,), -1, dtype=torch.int32, device=device)
+        self._stamp = torch.full((words,), -1, dtype=torch.int32, device=device)
         self.owner = self._owner[:-1].view(layers, self.hot_rows)
         self.stamp = self._stamp[:-1].view(layers, self.hot_rows)
         self.device_counters = torch.zeros(2, dtype=torch.int64, device=device)
