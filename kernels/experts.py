@@ -20,7 +20,7 @@ from dsv4_tierd.kernels.experts_triton import (
     sum_kernel,
     up_kernel,
 )
-from dsv4_tierd.kernels.linear import gemv_blocks
+from dsv4_tierd.kernels.linear import Vectors
 from dsv4_tierd.kernels.ref import experts as ref
 from dsv4_tierd.kernels.ref.experts import Experts
 from dsv4_tierd.kernels.step_triton import WEIGHT_CODE, launch_order, output, weight_arguments
@@ -30,6 +30,9 @@ from dsv4_tierd.kernels.weight import WeightKind
 __all__ = ["ExpertScratch", "Experts", "expert_scratch", "experts"]
 
 _PRECISE_TOKENS_MAX = 128
+_ONE_STAGES = 4
+# Rows, stages and warps of a tile of 128 pairs, and of fewer.
+_WIDE, _NARROW = (128, 3, 8), (64, 3, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ def experts(
     shares: [T, k] fp32; both contiguous. routed: FP8 or MXFP4; shared: FP8 or MXFP4, or None.
     ``out``: [T, d] fp32 or bf16, else allocated in ``dtype``; ``held``: for at least T tokens,
     else allocated. Raises ValueError for other weights. Cost: the chosen experts' bytes, once for
-    one token, once a tile of up to 64 pairs above.
+    one token, once a tile of up to 128 pairs above.
     """
     tokens = x.shape[0]
     out = output(x, tuple(x.shape), out, dtype)
@@ -139,30 +142,33 @@ def _one(
     up, down = _pointers(routed, shared)
     constants, order = _constants(ids, routed, shared), launch_order(x.device)
     places = ids.shape[1] + (shared is not None)
-    block_n, block_k = gemv_blocks(routed.w13, inner * places, 16 << 10)
-    one_up_kernel[(triton.cdiv(inner, block_n), places)](
+    shape = Vectors.of(routed.w13, inner, 2 * places, 1)
+    one_up_kernel[(triton.cdiv(inner, shape.rows), places)](
         x,
         ids,
         shares,
         *up,
         held.hidden,
         number,
-        BN=block_n,
-        BK=block_k,
+        ROWS=shape.rows,
+        BN=max(1, shape.step // 2),
+        BK=shape.columns,
         LIMIT=limit,
+        STAGES=_ONE_STAGES,
         num_warps=4,
         **constants,
         **order,
     )
-    block_n, block_k = gemv_blocks(routed.w2, dim, 16 << 10)
-    one_down_kernel[(triton.cdiv(dim, block_n),)](
+    shape = Vectors.of(routed.w2, dim, 1, 1)
+    one_down_kernel[(triton.cdiv(dim, shape.step),)](
         held.hidden,
         ids,
         *down,
         out,
         number,
-        BN=block_n,
-        BK=block_k,
+        BN=shape.step,
+        BK=shape.columns,
+        STAGES=_ONE_STAGES,
         num_warps=4,
         **constants,
         **order,
@@ -200,11 +206,12 @@ def _many(
         **order,
     )
     rest = 0 if shared is None else triton.cdiv(tokens, block_t)
-    block = {"BT": block_t, "BN": 64, "STAGES": 3, "num_warps": 4, **constants, **order}
-    up_kernel[(triton.cdiv(inner, 64), tiles + rest)](
+    block = {"BT": block_t, **_tile_shape(block_t), **constants, **order}
+    rows = block["BN"]
+    up_kernel[(triton.cdiv(inner, rows), tiles + rest)](
         x, x.stride(0), *plan, shares, *up, held.hidden, tokens, tiles, LIMIT=limit, **block
     )
-    down_kernel[(triton.cdiv(dim, 64), tiles + rest)](
+    down_kernel[(triton.cdiv(dim, rows), tiles + rest)](
         held.hidden, *plan, *down, held.answers, tokens, tiles, **block
     )
     columns = min(1024, triton.next_power_of_2(dim))
@@ -224,9 +231,16 @@ def _many(
     )
 
 
+def _tile_shape(block_t: int) -> dict[str, int]:
+    """Rows of a tile, stages of its pipeline, warps."""
+    if block_t == 128:
+        return {"BN": _WIDE[0], "STAGES": _WIDE[1], "num_warps": _WIDE[2]}
+    return {"BN": _NARROW[0], "STAGES": _NARROW[1], "num_warps": _NARROW[2]}
+
+
 def _block_tokens(tokens: int, k: int, number: int) -> int:
     """Pairs of a tile: what an expert gets on average, rounded up."""
-    return min(64, max(16, triton.next_power_of_2(triton.cdiv(tokens * k, number))))
+    return min(128, max(16, triton.next_power_of_2(triton.cdiv(tokens * k, number))))
 
 
 def _tile_count(tokens: int, k: int, number: int) -> int:

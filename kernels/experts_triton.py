@@ -13,19 +13,15 @@ from dsv4_tierd.kernels.linear_triton import (
     W_FP4,
     W_FP8,
     dot_tile,
-    gemv_tile,
+    gemv_sums,
+    group_rows,
+    group_vector,
     load_rows,
     load_scales,
     load_vector,
 )
-from dsv4_tierd.kernels.step_triton import follow
+from dsv4_tierd.kernels.step_triton import announce, fetch_ahead, follow
 from dsv4_tierd.kernels.triton_rows import tl, triton
-
-
-@triton.jit
-def _scale_rows(N: tl.constexpr, KIND: tl.constexpr):
-    """Rows of scales of a weight with N rows."""
-    return (N + 127) // 128 if KIND == W_FP8 else N
 
 
 @triton.jit
@@ -49,27 +45,36 @@ def _swiglu(gate, up, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _gemv(w_ptr, s_ptr, x_ptr, rows, there, K: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr,
-          BK: tl.constexpr):  # fmt: skip
-    """Weight rows [BN] times a vector: [BN] fp32."""
-    acc = tl.zeros((BN, BK // (32 if KIND == W_FP4 else 16)), tl.float32)
-    for start in tl.static_range(0, K, BK):
-        w = load_rows(w_ptr, rows, there, start, K, KIND, BK)
-        s = load_scales(s_ptr, rows, there, start, K, KIND, BN, BK)
-        x = load_vector(x_ptr, start, K, BK).to(tl.bfloat16).to(tl.float32)
-        acc += gemv_tile(w, s, x, KIND, BN, BK)
-    return tl.sum(acc, 1)
-
-
-@triton.jit
-def _one_up(
-    w_ptr, s_ptr, x_ptr, number, rows, there, I: tl.constexpr, D: tl.constexpr,
-    KIND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LIMIT: tl.constexpr,
+def _up_rows(
+    w_ptr, s_ptr, x_ptr, number, share, hidden_ptr, first, I: tl.constexpr, D: tl.constexpr,
+    KIND: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    LIMIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    w, s = _matrix(w_ptr, s_ptr, 2 * number, I, D, KIND)
-    gate = _gemv(w, s, x_ptr, rows, there, D, KIND, BN, BK)
-    w, s = _matrix(w_ptr, s_ptr, 2 * number + 1, I, D, KIND)
-    return _swiglu(gate, _gemv(w, s, x_ptr, rows, there, D, KIND, BN, BK), LIMIT)
+    """ROWS hidden values of one expert for one token."""
+    w1, s1 = _matrix(w_ptr, s_ptr, 2 * number, I, D, KIND)
+    w3, s3 = _matrix(w_ptr, s_ptr, 2 * number + 1, I, D, KIND)
+    FIXED: tl.constexpr = KIND if KIND == W_FP8 else 0
+    lead = first + tl.arange(0, BN)
+    gate_scales = load_scales(s1, lead, lead < I, 0, D, FIXED, BK)
+    up_scales = load_scales(s3, lead, lead < I, 0, D, FIXED, BK)
+    x = load_vector(x_ptr, D, BK, KIND)
+    gate_x = group_vector(x, gate_scales, KIND, BK)
+    up_x = group_vector(x, up_scales, KIND, BK)
+    for inside in tl.range(0, ROWS, BN, num_stages=STAGES):
+        rows = (first + inside + tl.arange(0, BN)).to(tl.int64)
+        there = rows < I
+        w_gate = load_rows(w1, rows, there, 0, D, KIND, BK)
+        w_up = load_rows(w3, rows, there, 0, D, KIND, BK)
+        if KIND == W_FP4:
+            gate_by_row = load_scales(s1, rows, there, 0, D, KIND, BK)
+            up_by_row = load_scales(s3, rows, there, 0, D, KIND, BK)
+        else:
+            gate_by_row = gate_scales
+            up_by_row = up_scales
+        gate = gemv_sums(group_rows(w_gate, KIND, BN, BK), gate_by_row, gate_x, KIND)
+        up = gemv_sums(group_rows(w_up, KIND, BN, BK), up_by_row, up_x, KIND)
+        hidden = share * _swiglu(tl.sum(gate, 1), tl.sum(up, 1), LIMIT)
+        tl.store(hidden_ptr + rows, hidden.to(tl.bfloat16), mask=there)
 
 
 @triton.jit
@@ -88,30 +93,41 @@ def one_up_kernel(
     D: tl.constexpr,
     KIND: tl.constexpr,
     SHARED: tl.constexpr,
+    ROWS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     LIMIT: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token: BN hidden values of one of its experts a program. SHARED: its kind, or -1."""
-    place = tl.program_id(1)
-    rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-    there = rows < I
-    follow(PDL)
-    if place < PICKS:
+    """One token: ROWS hidden values of one of its experts a program. SHARED: its kind, or -1."""
+    announce(PDL)
+    # The shared expert comes first: its weights do not wait for the choice.
+    place = tl.program_id(1) - (1 if SHARED >= 0 else 0)
+    first = tl.program_id(0) * ROWS
+    if place < 0:
+        begin = shared_w_ptr.to(tl.int64)
+        BYTES: tl.constexpr = D // 2 if SHARED == W_FP4 else D
+        FETCH: tl.constexpr = ROWS * BK if SHARED != W_FP4 else ROWS * BK // 2
+        at = begin + first.to(tl.int64) * BYTES
+        fetch_ahead(at, ROWS * BYTES, FETCH, begin + (I * BYTES - 128), PDL)
+        fetch_ahead(at + I * BYTES, ROWS * BYTES, FETCH, begin + (2 * I * BYTES - 128), PDL)
+        follow(PDL)
+        if SHARED >= 0:
+            zero = tl.zeros((), tl.int64)
+            _up_rows(
+                shared_w_ptr, shared_s_ptr, x_ptr, zero, 1.0, hidden_ptr + PICKS * I, first, I, D,
+                SHARED, ROWS, BN, BK, LIMIT, STAGES,
+            )  # fmt: skip
+    else:
+        follow(PDL)
         number = tl.load(ids_ptr + place).to(tl.int64)
         if (number >= 0) & (number < experts):
             share = tl.load(shares_ptr + place)
-            hidden = share * _one_up(
-                w_ptr, s_ptr, x_ptr, number, rows, there, I, D, KIND, BN, BK, LIMIT
-            )
-            tl.store(hidden_ptr + place * I + rows, hidden.to(tl.bfloat16), mask=there)
-    elif SHARED >= 0:
-        zero = tl.zeros((), tl.int64)
-        hidden = _one_up(
-            shared_w_ptr, shared_s_ptr, x_ptr, zero, rows, there, I, D, SHARED, BN, BK, LIMIT
-        )
-        tl.store(hidden_ptr + PICKS * I + rows, hidden.to(tl.bfloat16), mask=there)
+            _up_rows(
+                w_ptr, s_ptr, x_ptr, number, share, hidden_ptr + place * I, first, I, D, KIND,
+                ROWS, BN, BK, LIMIT, STAGES,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -131,21 +147,50 @@ def one_down_kernel(
     SHARED: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One token: BN outputs a program, over all of its experts in their order."""
-    rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
+    announce(PDL)
+    first = tl.program_id(0) * BN
+    rows = (first + tl.arange(0, BN)).to(tl.int64)
     there = rows < D
-    follow(PDL)
-    y = tl.zeros((BN,), tl.float32)
-    for place in range(PICKS):
-        number = tl.load(ids_ptr + place).to(tl.int64)
-        if (number >= 0) & (number < experts):
-            w, s = _matrix(w_ptr, s_ptr, number, D, I, KIND)
-            y += _gemv(w, s, hidden_ptr + place * I, rows, there, I, KIND, BN, BK)
+    K2: tl.constexpr = triton.next_power_of_2(PICKS)
+    place = tl.arange(0, K2)
     if SHARED >= 0:
-        x = hidden_ptr + PICKS * I
-        y += _gemv(shared_w_ptr, shared_s_ptr, x, rows, there, I, SHARED, BN, BK)
+        begin = shared_w_ptr.to(tl.int64)
+        BYTES: tl.constexpr = I // 2 if SHARED == W_FP4 else I
+        FETCH: tl.constexpr = BN * BK if SHARED != W_FP4 else BN * BK // 2
+        at = begin + first.to(tl.int64) * BYTES
+        fetch_ahead(at, BN * BYTES, FETCH, begin + (D * BYTES - 128), PDL)
+    follow(PDL)
+    ids = tl.load(ids_ptr + place, mask=place < PICKS, other=-1).to(tl.int64)
+    # Where each pick's weights and scales stand; the absent ones are read nowhere.
+    y = tl.zeros((BN,), tl.float32)
+    number = tl.sum(tl.where(place == 0, ids, 0), 0)
+    chosen = tl.where((number >= 0) & (number < experts), D, 0)
+    w, s = _matrix(w_ptr, s_ptr, tl.where(chosen > 0, number, 0), D, I, KIND)
+    scales = load_scales(s, rows, rows < chosen, 0, I, KIND, BK)
+    value = tl.arange(0, BK)
+    for pick in tl.range(0, PICKS, num_stages=STAGES):
+        tile = load_rows(w, rows, rows < chosen, 0, I, KIND, BK)
+        here = value < tl.where(chosen > 0, I, 0)
+        x = tl.load(hidden_ptr + pick * I + value, mask=here, other=0.0).to(tl.float32)
+        current = scales
+        # The next pick's scales are asked for one turn ahead.
+        number = tl.sum(tl.where(place == pick + 1, ids, 0), 0)
+        known = (number >= 0) & (number < experts) & (pick + 1 < PICKS)
+        chosen = tl.where(known, D, 0)
+        w, s = _matrix(w_ptr, s_ptr, tl.where(known, number, 0), D, I, KIND)
+        scales = load_scales(s, rows, rows < chosen, 0, I, KIND, BK)
+        x = group_vector(x, current, KIND, BK)
+        y += tl.sum(gemv_sums(group_rows(tile, KIND, BN, BK), current, x, KIND), 1)
+    if SHARED >= 0:
+        tile = load_rows(shared_w_ptr, rows, there, 0, I, SHARED, BK)
+        scales = load_scales(shared_s_ptr, rows, there, 0, I, SHARED, BK)
+        x = load_vector(hidden_ptr + PICKS * I, I, BK, SHARED)
+        x = group_vector(x, scales, SHARED, BK)
+        y += tl.sum(gemv_sums(group_rows(tile, SHARED, BN, BK), scales, x, SHARED), 1)
     tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=there)
 
 
@@ -168,6 +213,7 @@ def plan_kernel(
 
     Program e writes expert e's pairs and tiles; program ``experts`` marks unused tiles (-1).
     """
+    announce(PDL)
     expert = tl.program_id(0)
     bucket = tl.arange(0, BUCKETS)
     follow(PDL)
@@ -243,6 +289,7 @@ def up_kernel(
     PDL: tl.constexpr,
 ):
     """BN hidden values of a tile of pairs; tiles from ``tiles`` on are the shared expert's."""
+    announce(PDL)
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     there = rows < I
     tile = tl.program_id(1)
@@ -313,6 +360,7 @@ def down_kernel(
     PDL: tl.constexpr,
 ):
     """BN outputs of a tile of pairs, each pair's to its row of ``answers``."""
+    announce(PDL)
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     there = rows < D
     tile = tl.program_id(1)
@@ -360,6 +408,7 @@ def sum_kernel(
     PDL: tl.constexpr,
 ):
     """A token's answers added in the order of its picks; absent ones are not read."""
+    announce(PDL)
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     here = column < D

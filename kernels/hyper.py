@@ -34,8 +34,9 @@ def hyper_pre(
 ) -> Mixed:
     """Streams to the sublayer's normed input, and the mix of what comes after it; twin in ref/.
 
-    x: [T, n, d] contiguous, fp32 or bf16, n a power of two up to 4. ``out`` is overwritten, else
-    allocated (h in bf16); ``held``: see scratch.py, else allocated. Cost: x and fn once.
+    x: [T, n, d] contiguous, fp32 or bf16; kernels take n = 4 alone (else ValueError). ``out`` is
+    overwritten, else allocated (h in bf16); ``held``: see scratch.py, else allocated. Cost: x and
+    fn once.
     """
     if out is None:
         out = _mixed(x)
@@ -58,11 +59,11 @@ def hyper_post(
     like x, may be x, else allocated. Cost: y and x once, out once.
     """
     tokens, n, dim = x.shape
-    _check_streams(x, n)
     if out is None:
         out = torch.empty_like(x)
     if not runs_kernels(x.device):
         return out.copy_(ref.hyper_post(y, x, post, comb))
+    _check_streams(x, n)
     _check_answer(y, x, post, comb, out)
     if tokens:
         channels = min(512, triton.next_power_of_2(dim))
@@ -135,8 +136,8 @@ def _mixed(x: Tensor) -> Mixed:
 
 
 def _check_streams(x: Tensor, n: int) -> None:
-    if n & (n - 1) or n > 4 or not x.is_contiguous():
-        raise ValueError(f"streams {list(x.shape)} {x.stride()}: 1, 2 or 4 contiguous ones needed")
+    if n != 4 or not x.is_contiguous():
+        raise ValueError(f"streams {list(x.shape)} {x.stride()}: 4 contiguous ones are needed")
 
 
 def _check_answer(y: Tensor, x: Tensor, post: Tensor, comb: Tensor, out: Tensor) -> None:
@@ -175,7 +176,7 @@ def _mix(
         y, post_in, comb_in, streams = (x, x, x, x) if answer is None else answer
         splits = triton.cdiv(dim, channels)
         whole = triton.next_power_of_2(splits)  # idle programs leave zeros
-        mix_kernel[(whole, tokens)](
+        mix_kernel[(whole + (not head), tokens)](
             x,
             y,
             y.stride(0),

@@ -1,8 +1,8 @@
 """Matrix products with stored weights on the GPU, from one token to a prefill chunk.
 
-One token: rows times a vector in fp32, near the rate of memory. Up to 128: the matrix units, the
-weights decoded to bf16 on the way. Above: the weight is decoded once into bf16 (exact), then the
-library multiplies. Weights stay as the checkpoint has them.
+Up to 4 tokens: rows times vectors in fp32, near the rate of memory. Up to 128: the matrix units,
+the weights decoded to bf16 on the way. Above: the weight is decoded once into bf16 (exact), then
+the library multiplies. Weights stay as the checkpoint has them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ DOT_TOKENS_MAX = 128
 _TARGET_PROGRAMS = (
     264  # two a multiprocessor of an H200; fixed, so that bits do not follow the card
 )
-_TILE_BYTES = 32 << 10
+_TILE_BYTES = 16 << 10
+_STAGES = 4
+_DOT_ROWS, _DOT_ROWS_FEW, _DOT_STAGES = 64, 32, 4
+GEMV_TOKENS_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +72,12 @@ def linear(
     tokens = x.shape[0]
     if not tokens:
         return out
-    if norm is not None and tokens > 1:
+    vectors = tokens <= (1 if weight.kind is WeightKind.FP4 else GEMV_TOKENS_MAX)
+    if norm is not None and not vectors:
         x, norm = rms_norm(x, norm, eps, dtype=_operand(weight)), None
     wide = x if grouped else x.unsqueeze(1)
     call = _Call(wide, weight, out if grouped else out.unsqueeze(1), rows, columns)
-    if tokens == 1:
+    if vectors:
         _gemv(call, norm, eps)
     elif tokens <= DOT_TOKENS_MAX and weight.kind is not WeightKind.FP32:
         _dot(call, held)
@@ -91,12 +95,44 @@ def _operand(weight: Weight) -> torch.dtype:
     return torch.float32 if weight.kind is WeightKind.FP32 else torch.bfloat16
 
 
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """How rows times vectors are launched: ``rows`` a program, ``step`` at a time, ``stages``."""
+
+    rows: int
+    step: int
+    columns: int
+    row_bytes: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, weight: Weight, rows: int, stacked: int, tokens: int) -> Vectors:
+        """For ``stacked`` matrices of ``rows`` rows each in one launch."""
+        columns = triton.next_power_of_2(max(64, weight.shape[-1]))
+        row_bytes = weight.values.shape[-1] * weight.values.element_size()
+        tile = columns * row_bytes // weight.shape[-1]
+        step = max(1, min(16, (_TILE_BYTES >> (tokens > 1)) // tile))
+        span = 128
+        while span > max(4, step) and rows * stacked // span < _TARGET_PROGRAMS:
+            span //= 2
+        warps = 4 if columns * tokens <= 8192 else 8
+        return cls(span, min(step, span), columns, row_bytes, warps, _STAGES)
+
+    def constants(self) -> dict[str, int]:
+        """Keywords of a launch."""
+        fetch = triton.next_power_of_2(max(128, self.rows * self.row_bytes))
+        shape = {"ROWS": self.rows, "BN": self.step, "BK": self.columns}
+        return {**shape, "ROW_BYTES": self.row_bytes, "FETCH": fetch, "STAGES": self.stages}
+
+
 def _gemv(call: _Call, norm: Tensor | None, eps: float) -> None:
     values, scales = weight_arguments(call.weight)
-    block_n, block_k = gemv_blocks(call.weight, call.rows * call.x.shape[1])
-    groups = call.x.shape[1]
-    gemv_kernel[(triton.cdiv(call.rows, block_n), groups)](
+    tokens, groups = call.x.shape[:2]
+    shape = Vectors.of(call.weight, call.rows, groups, tokens)
+    gemv_kernel[(triton.cdiv(call.rows, shape.rows), groups)](
         call.x,
+        call.x.stride(0),
         call.x.stride(1),
         call.x if norm is None else norm,
         eps,
@@ -104,28 +140,17 @@ def _gemv(call: _Call, norm: Tensor | None, eps: float) -> None:
         scales,
         scales.numel() // groups,
         call.out,
+        call.out.stride(0),
         call.out.stride(1),
         call.rows,
         K=call.columns,
         KIND=WEIGHT_CODE[call.weight.kind],
         NORM=norm is not None,
-        BN=block_n,
-        BK=block_k,
-        num_warps=4,
+        TOKENS=tokens,
+        num_warps=shape.warps,
+        **shape.constants(),
         **launch_order(call.x.device),
     )
-
-
-def gemv_blocks(weight: Weight, rows: int, tile_bytes: int = _TILE_BYTES) -> tuple[int, int]:
-    """(rows, columns) of a tile: up to 4 KiB of a row, ``tile_bytes`` in all, enough programs."""
-    columns = weight.shape[-1]
-    halves = {WeightKind.FP32: 8, WeightKind.BF16: 4, WeightKind.FP8: 2, WeightKind.FP4: 1}
-    width = halves[weight.kind]  # half bytes a value
-    block_k = max(32, min(triton.next_power_of_2(columns), 8192 // max(2, width)))
-    block_n = max(1, min(32, 2 * tile_bytes // (block_k * width)))
-    while block_n > 2 and rows // block_n < 4 * 132:
-        block_n //= 2
-    return block_n, block_k
 
 
 def _dot(call: _Call, held: Scratch | None) -> None:
@@ -133,7 +158,7 @@ def _dot(call: _Call, held: Scratch | None) -> None:
     tokens, groups = call.x.shape[:2]
     block_t = min(64, max(16, triton.next_power_of_2(tokens)))
     tiles_t = triton.cdiv(tokens, block_t)
-    block_n = 64 if block_t > 16 else 32
+    block_n = _DOT_ROWS if block_t > 16 else _DOT_ROWS_FEW
     tiles = triton.cdiv(call.rows, block_n) * groups * tiles_t
     splits = 1
     while splits < 8 and tiles * splits < _TARGET_PROGRAMS and call.columns // splits >= 1024:
@@ -163,7 +188,7 @@ def _dot(call: _Call, held: Scratch | None) -> None:
         BN=block_n,
         BK=128,
         BT=block_t,
-        STAGES=4,
+        STAGES=_DOT_STAGES,
         num_warps=4,
         **launch_order(call.x.device),
     )

@@ -1,13 +1,13 @@
 """The Triton kernels of matrix products with stored weights.
 
-``gemv_tile`` multiplies rows of a weight by one vector in fp32: 16 bytes of a row are a *group*,
+``gemv_kernel`` multiplies rows of a weight by vectors in fp32: 16 bytes of a row are a *group*,
 held by one thread, which is what a scale of MXFP4 covers. ``dot_tile`` multiplies by a block of
 tokens on the matrix units, weights decoded to bf16 in registers.
 """
 
 # Kernel arguments are what Triton makes of them: they carry no Python types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-# ruff: noqa: ANN201, RET505
+# ruff: noqa: ANN201, RET505, SIM108
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from dsv4_tierd.kernels.step_triton import (
     W_FP4,
     W_FP8,
     W_FP32,
+    announce,
+    fetch_ahead,
     follow,
     fp4_high,
     fp4_low,
@@ -41,18 +43,11 @@ def load_rows(w_ptr, rows, row_mask, start, K: tl.constexpr, KIND: tl.constexpr,
 
 @triton.jit
 def load_scales(
-    s_ptr,
-    rows,
-    row_mask,
-    start,
-    K: tl.constexpr,
-    KIND: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    s_ptr, rows, row_mask, start, K: tl.constexpr, KIND: tl.constexpr, BK: tl.constexpr
 ):
     """Scale bytes of the groups of ``load_rows``: [1, BK / 16] (FP8), [BN, BK / 32] (MXFP4)."""
     if KIND == W_FP8:
-        # BN rows from a multiple of BN, at most 128: one row of scales.
+        # Rows of one tile: one row of scales.
         column = start // 128 + tl.arange(0, BK // 16) // 8
         row = tl.min(rows, 0) // 128
         at = s_ptr + row * ((K + 127) // 128) + column[None, :]
@@ -66,39 +61,81 @@ def load_scales(
 
 
 @triton.jit
-def gemv_tile(w, scales, x, KIND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Sums over groups of what load_rows read times x [BK] fp32: [BN, groups] fp32."""
-    if KIND == W_FP8:
-        wide = w.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        wide = tl.reshape(wide, (BN, BK // 16, 16))
-        scaled = tl.reshape(x, (1, BK // 16, 16)) * scale_value(scales)[:, :, None]
-        return tl.sum(wide * scaled, 2)
-    elif KIND == W_FP4:
-        even, odd = tl.split(tl.reshape(x, (BK // 2, 2)))
-        even = tl.reshape(even, (1, BK // 32, 16))
-        odd = tl.reshape(odd, (1, BK // 32, 16))
-        byte = tl.reshape(w, (BN, BK // 32, 16))
-        sums = tl.sum(fp4_low(byte) * even + fp4_high(byte) * odd, 2)
-        return sums * 16384.0 * scale_value(scales)
-    else:
-        GROUP: tl.constexpr = 4 if KIND == W_FP32 else 8
-        wide = tl.reshape(w.to(tl.float32), (BN, BK // GROUP, GROUP))
-        return tl.sum(wide * tl.reshape(x, (1, BK // GROUP, GROUP)), 2)
+def load_vector(x_ptr, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr):
+    """x [BK] in fp32, rounded to bf16 unless the weight is fp32; zeros past K."""
+    at = tl.arange(0, BK)
+    return _rounded(tl.load(x_ptr + at, mask=at < K, other=0.0), KIND)
 
 
 @triton.jit
-def load_vector(x_ptr, start, K: tl.constexpr, BK: tl.constexpr):
-    """x[start : start + BK] in fp32, zeros past K."""
-    at = start + tl.arange(0, BK)
-    if K % BK != 0:
-        return tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+def _rounded(x, KIND: tl.constexpr):
+    if KIND == W_FP32:
+        return x.to(tl.float32)
     else:
-        return tl.load(x_ptr + at).to(tl.float32)
+        return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def group_vector(x, scales, KIND: tl.constexpr, BK: tl.constexpr):
+    """x [BK] fp32 as ``gemv_tile`` takes it, [1, groups, values]; with FP8's scales in it."""
+    if KIND == W_FP8:
+        return tl.reshape(x, (1, BK // 16, 16)) * scale_value(scales)[:, :, None]
+    elif KIND == W_FP4:
+        return tl.reshape(x, (1, BK // 32, 32))
+    elif KIND == W_BF16:
+        return tl.reshape(x, (1, BK // 8, 8))
+    else:
+        return tl.reshape(x, (1, BK // 4, 4))
+
+
+@triton.jit
+def group_rows(w, KIND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """What load_rows read as fp32 [BN, groups, values]: 16 bytes of a row are a group."""
+    if KIND == W_FP8:
+        wide = w.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        return tl.reshape(wide, (BN, BK // 16, 16))
+    elif KIND == W_FP4:
+        wide = tl.join(fp4_low(w), fp4_high(w))
+        return tl.reshape(wide, (BN, BK // 32, 32))
+    elif KIND == W_BF16:
+        return tl.reshape(w.to(tl.float32), (BN, BK // 8, 8))
+    else:
+        return tl.reshape(w, (BN, BK // 4, 4))
+
+
+@triton.jit
+def gemv_sums(wide, scales, x, KIND: tl.constexpr):
+    """Rows of group_rows times group_vector, a sum a group: [BN, groups]."""
+    sums = tl.sum(wide * x, 2)
+    if KIND == W_FP4:
+        return sums * 16384.0 * scale_value(scales)
+    else:
+        return sums
+
+
+@triton.jit
+def _normed(x, norm_ptr, KIND: tl.constexpr, NORM: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """(x times the norm's weight, sum of squares of x)."""
+    if NORM:
+        at = tl.arange(0, BK)
+        squares = tl.sum(x * x, 0)
+        x = _rounded(x * tl.load(norm_ptr + at, mask=at < K, other=0.0).to(tl.float32), KIND)
+        return x, squares
+    else:
+        return x, 0.0
+
+
+@triton.jit
+def _put(out_ptr, rows, there, y, squares, eps, K: tl.constexpr, NORM: tl.constexpr):
+    if NORM:
+        y = tl.div_rn(y, tl.sqrt_rn(squares / K + eps))
+    tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def gemv_kernel(
     x_ptr,
+    x_token,
     x_group,
     norm_ptr,
     eps,
@@ -106,48 +143,75 @@ def gemv_kernel(
     s_ptr,
     s_group,
     out_ptr,
+    out_token,
     out_group,
     N,
     K: tl.constexpr,
     KIND: tl.constexpr,
     NORM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    FETCH: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token: BN outputs a program; the first tile of weights is read before x is there."""
-    GROUPS: tl.constexpr = BK // (4 if KIND == W_FP32 else (8 if KIND == W_BF16 else 16))
-    HALF: tl.constexpr = GROUPS // 2 if KIND == W_FP4 else GROUPS
-    ROUNDED: tl.constexpr = KIND != W_FP32
+    """One to four tokens: ROWS outputs a program, BN at a time, tiles on their way ahead.
+
+    The weights' way into the L2 begins before x is there.
+    """
+    announce(PDL)
     group = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * BN
-    rows = (first + tl.arange(0, BN)).to(tl.int64)
-    there = rows < N
+    first = tl.program_id(0) * ROWS
     PACK: tl.constexpr = 2 if KIND == W_FP4 else 1
     w_ptr += group * N * (K // PACK)
     s_ptr += group * s_group
     x_ptr += group * x_group
-    w = load_rows(w_ptr, rows, there, 0, K, KIND, BK)
-    s = load_scales(s_ptr, rows, there, 0, K, KIND, BN, BK)
+    out_ptr += group * out_group
+    begin = w_ptr.to(tl.int64)
+    fetch_ahead(
+        begin + first.to(tl.int64) * ROW_BYTES,
+        ROWS * ROW_BYTES,
+        FETCH,
+        begin + N.to(tl.int64) * ROW_BYTES - 128,
+        PDL,
+    )
+    scales = load_scales(s_ptr, first + tl.arange(0, BN), first + tl.arange(0, BN) < N, 0, K,
+                         KIND if KIND == W_FP8 else W_FP32, BK)  # fmt: skip
     follow(PDL)
-    acc = tl.zeros((BN, HALF), tl.float32)
-    squares = tl.zeros((BK,), tl.float32)
-    for start in range(0, K, BK):
-        x = load_vector(x_ptr, start, K, BK)
-        if NORM:
-            squares += x * x
-            x *= load_vector(norm_ptr, start, K, BK)
-        if ROUNDED:
-            x = x.to(tl.bfloat16).to(tl.float32)
-        now, now_scales = w, s
-        if start + BK < K:
-            w = load_rows(w_ptr, rows, there, start + BK, K, KIND, BK)
-            s = load_scales(s_ptr, rows, there, start + BK, K, KIND, BN, BK)
-        acc += gemv_tile(now, now_scales, x, KIND, BN, BK)
-    y = tl.sum(acc, 1)
-    if NORM:
-        y = tl.div_rn(y, tl.sqrt_rn(tl.sum(squares, 0) / K + eps))
-    tl.store(out_ptr + group * out_group + rows, y.to(out_ptr.dtype.element_ty), mask=there)
+    x0, q0 = _normed(load_vector(x_ptr, K, BK, KIND), norm_ptr, KIND, NORM, K, BK)
+    x0 = group_vector(x0, scales, KIND, BK)
+    if TOKENS > 1:
+        x1, q1 = _normed(load_vector(x_ptr + x_token, K, BK, KIND), norm_ptr, KIND, NORM, K, BK)
+        x1 = group_vector(x1, scales, KIND, BK)
+    if TOKENS > 2:
+        x2, q2 = _normed(load_vector(x_ptr + 2 * x_token, K, BK, KIND), norm_ptr, KIND, NORM, K, BK)
+        x2 = group_vector(x2, scales, KIND, BK)
+    if TOKENS > 3:
+        x3, q3 = _normed(load_vector(x_ptr + 3 * x_token, K, BK, KIND), norm_ptr, KIND, NORM, K, BK)
+        x3 = group_vector(x3, scales, KIND, BK)
+    for inside in tl.range(0, ROWS, BN, num_stages=STAGES):
+        rows = (first + inside + tl.arange(0, BN)).to(tl.int64)
+        there = rows < N
+        w = load_rows(w_ptr, rows, there, 0, K, KIND, BK)
+        if KIND == W_FP4:
+            by_row = load_scales(s_ptr, rows, there, 0, K, KIND, BK)
+        else:
+            by_row = scales
+        wide = group_rows(w, KIND, BN, BK)
+        y = tl.sum(gemv_sums(wide, by_row, x0, KIND), 1)
+        _put(out_ptr, rows, there, y, q0, eps, K, NORM)
+        if TOKENS > 1:
+            y = tl.sum(gemv_sums(wide, by_row, x1, KIND), 1)
+            _put(out_ptr + out_token, rows, there, y, q1, eps, K, NORM)
+        if TOKENS > 2:
+            y = tl.sum(gemv_sums(wide, by_row, x2, KIND), 1)
+            _put(out_ptr + 2 * out_token, rows, there, y, q2, eps, K, NORM)
+        if TOKENS > 3:
+            y = tl.sum(gemv_sums(wide, by_row, x3, KIND), 1)
+            _put(out_ptr + 3 * out_token, rows, there, y, q3, eps, K, NORM)
 
 
 @triton.jit
@@ -177,7 +241,7 @@ def dot_tile(
         mask = (pair < K)[:, None] & x_mask[None, :]
         even = operand(tl.load(at, mask=mask, other=0.0))
         odd = operand(tl.load(at + 1, mask=mask, other=0.0))
-        scales = scale_value(load_scales(s_ptr, rows, row_mask, start, K, KIND, BN, BK))
+        scales = scale_value(load_scales(s_ptr, rows, row_mask, start, K, KIND, BK))
         scales = tl.broadcast_to(scales[:, :, None], (BN, BK // 32, 16))
         scales = tl.reshape(scales, (BN, BK // 2))
         low = operand(fp4_low(w) * 16384.0 * scales)
@@ -225,6 +289,7 @@ def dot_kernel(
     PDL: tl.constexpr,
 ):
     """BN outputs of BT tokens over a part of K; with SPLITS the last part to arrive adds them."""
+    announce(PDL)
     group = (tl.program_id(1) // SPLITS).to(tl.int64)
     split = tl.program_id(1) % SPLITS
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
@@ -277,7 +342,7 @@ def dense_kernel(w_ptr, s_ptr, out_ptr, N, K: tl.constexpr, KIND: tl.constexpr, 
     w = load_rows(w_ptr, rows, there, start, K, KIND, 128)
     if KIND == W_FP4:
         s_ptr += group * N * (K // 32)
-        scales = scale_value(load_scales(s_ptr, rows, there, start, K, KIND, BN, 128))
+        scales = scale_value(load_scales(s_ptr, rows, there, start, K, KIND, 128))
         scales = tl.reshape(tl.broadcast_to(scales[:, :, None], (BN, 4, 16)), (BN, 64))
         both = tl.join(fp4_low(w) * 16384.0 * scales, fp4_high(w) * 16384.0 * scales)
         wide = tl.reshape(both, (BN, 128))

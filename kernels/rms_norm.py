@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4_tierd.kernels.ref import rms_norm as ref
-from dsv4_tierd.kernels.step_triton import follow, launch_order, output
+from dsv4_tierd.kernels.step_triton import announce, follow, launch_order, output
 from dsv4_tierd.kernels.triton_rows import runs_kernels, tl, triton
 
 
@@ -62,6 +62,7 @@ def _rms_norm(
     WEIGHTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    announce(PDL)
     row = tl.program_id(0).to(tl.int64)
     value = tl.arange(0, BLOCK)
     here = value < DIM

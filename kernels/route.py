@@ -95,7 +95,8 @@ def _scored(
         )
         return
     held = scratch(x.device) if held is None else held
-    block = 4 if number >= 64 else 1
+    columns = triton.next_power_of_2(dim)
+    block = max(1, min(4, 16384 // columns)) if number >= 64 else 1
     scored_kernel[(triton.cdiv(number, block), tokens)](
         x,
         x.stride(0),
@@ -108,7 +109,7 @@ def _scored(
         held.arrivals,
         DIM=dim,
         BE=block,
-        BK=min(1024, triton.next_power_of_2(dim)),
+        BK=columns,
         num_warps=4,
         **shape,
         **order,

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dsv4_tierd.kernels.step_triton import follow
+from dsv4_tierd.kernels.step_triton import announce, follow
 from dsv4_tierd.kernels.triton_rows import tl, triton
 
 
@@ -91,19 +91,19 @@ def scored_kernel(
     PDL: tl.constexpr,
 ):
     """BE experts' logits of one token a program; the last to arrive picks."""
+    announce(PDL)
     token = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * BE + tl.arange(0, BE)
     there = rows < E
+    at = tl.arange(0, BK)
+    mask = there[:, None] & (at < DIM)[None, :]
+    # The gate's rows do not wait for the launch before this one.
+    gate = tl.load(gate_ptr + rows[:, None] * DIM + at[None, :], mask=mask, other=0.0)
     follow(PDL)
-    acc = tl.zeros((BE, BK), tl.float32)
-    for start in tl.static_range(0, DIM, BK):
-        at = start + tl.arange(0, BK)
-        mask = there[:, None] & (at < DIM)[None, :]
-        gate = tl.load(gate_ptr + rows[:, None] * DIM + at[None, :], mask=mask, other=0.0)
-        x = tl.load(x_ptr + token * x_token + at, mask=at < DIM, other=0.0).to(tl.float32)
-        acc += gate.to(tl.float32) * x[None, :]
+    x = tl.load(x_ptr + token * x_token + at, mask=at < DIM, other=0.0).to(tl.float32)
+    sums = tl.sum(gate.to(tl.float32) * x[None, :], 1)
     logits = logits_ptr + token * E
-    tl.store(logits + rows, tl.sum(acc, 1), mask=there)
+    tl.store(logits + rows, sums, mask=there)
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr + token, 1, sem="acq_rel")
     if arrived == tl.num_programs(0) - 1:
@@ -126,6 +126,7 @@ def pick_kernel(
     PDL: tl.constexpr,
 ):
     """The best of logits that are there already: one token a program."""
+    announce(PDL)
     token = tl.program_id(0).to(tl.int64)
     follow(PDL)
     place = token * PICKS
@@ -154,6 +155,7 @@ def hashed_kernel(
     PDL: tl.constexpr,
 ):
     """One token a program: its id's experts, and their logits alone."""
+    announce(PDL)
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, K2)
     follow(PDL)

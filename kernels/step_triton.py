@@ -59,14 +59,35 @@ def weight_arguments(weight: Weight) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def follow(PDL: tl.constexpr):
-    """Wait for the launch before this one; let the next one start (it waits likewise).
+def announce(PDL: tl.constexpr):
+    """Let the next launch start (it waits in ``follow`` before it reads or writes anything)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
 
-    What stands before this call may only read what no launch of the step writes.
+
+@triton.jit
+def follow(PDL: tl.constexpr):
+    """Wait for all that the launches before this one wrote.
+
+    What stands before this call may only read what no launch of the step writes. Every program
+    of an overlapping launch calls it, so that a launch that has ended implies all before it.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def fetch_ahead(at, BYTES: tl.constexpr, COUNT: tl.constexpr, last, PDL: tl.constexpr):
+    """Ask for BYTES (COUNT: the next power of two) of weights from address ``at`` into the L2.
+
+    at, last: int64 addresses; nothing past ``last`` is asked for.
+    """
+    if PDL:
+        line = tl.arange(0, COUNT // 128) * 128
+        line = tl.minimum(at + tl.minimum(line, BYTES - 128), last)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line], tl.int32, False, 1
+        )
 
 
 @triton.jit
