@@ -76,6 +76,7 @@ class FakeAdapter:
     def __init__(self, kit: FakeKit) -> None:
         self._kit, self._bucket = kit, kit.bucket
         self.dead = kit.stays_dead
+        self.dead_worker = False  # one of its workers: loads, and every fourth question
         self._fds = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(3)]
         self._lock = threading.Lock()
         self._task = 0
@@ -109,7 +110,12 @@ class FakeAdapter:
 
     def submit_lookup_and_lock_task(self, keys: list[Name], layouts: dict[int, Any]) -> int:
         def work(task: int) -> None:
-            found = [not self.dead and key in self._bucket.objects for key in keys]
+            found = [
+                not self.dead
+                and not (self.dead_worker and index % 4 == 3)
+                and key in self._bucket.objects
+                for index, key in enumerate(keys)
+            ]
             self._found[task] = _Bits(found)
 
         return self._submit(work, 1)
@@ -124,7 +130,8 @@ class FakeAdapter:
         def work(task: int) -> None:
             found = _Bits()
             for key, into in zip(keys, objects, strict=True):
-                data = None if self.dead else self._bucket.objects.get(key)
+                lost = self.dead or self.dead_worker
+                data = None if lost else self._bucket.objects.get(key)
                 if data is not None and len(data) >= len(into):  # longer is cut, as fs does
                     into[:] = data[: len(into)]
                 found.append(data is not None and len(data) >= len(into))

@@ -189,6 +189,24 @@ def test_a_client_that_lost_its_server_is_replaced(store: LMCacheStore, kit: Fak
     assert store.usage().objects == 3
 
 
+def test_a_client_of_which_a_part_lost_its_server(store: LMCacheStore, kit: FakeKit) -> None:
+    """One worker of several says "not there" to what it is asked: it is found out, and replaced."""
+    items = chain("a", 3)
+    store.put(items)
+    kit.adapters[-1].dead_worker = True
+    with pytest.raises(StoreUnavailable):
+        read(store, items[0])
+    eventually(lambda: store.usage().up)
+    assert [read(store, item) for item in items] == [item.payload for item in items]
+    assert store.usage().objects == 3
+    [*_, adapter] = kit.adapters
+    adapter.dead_worker = True
+    with pytest.raises(StoreUnavailable):
+        store.gc()
+    eventually(lambda: store.usage().up)
+    assert store.usage().objects == 3
+
+
 def test_starting_without_a_server(kit: FakeKit) -> None:
     """A store that nobody answers starts down, says so at once, and comes up by itself."""
     kit.refuses = True
