@@ -6,14 +6,17 @@ threads in blocks, and says how far it is. Huge pages where the kernel gives the
 
 from __future__ import annotations
 
-import atexit
+import logging
 import mmap
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
+
+log = logging.getLogger("dsv4_tierd.tiering")
 
 BLOCK_BYTES = 256 << 20
 _THREADS = 8
@@ -41,7 +44,9 @@ def host_memory(
         area.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(area, dtype=torch.uint8)
     _fault_in(memory.numpy(), progress)
-    _register(memory)
+    _register(memory.data_ptr(), memory.numel())
+    # With the last view goes the mapping, and before it the registration; at exit, if not before.
+    weakref.finalize(area, _unregister, memory.data_ptr())
     return memory[:size].view(rows, row_bytes)
 
 
@@ -63,18 +68,20 @@ def _fault_in(
                 progress(done, size)
 
 
-def _register(memory: Tensor) -> None:
-    """Pin it until the process ends."""
+def _register(address: int, size: int) -> None:
     from cuda.bindings import runtime
 
-    address = memory.data_ptr()
-    (result,) = runtime.cudaHostRegister(
-        address, memory.numel(), runtime.cudaHostRegisterPortable | runtime.cudaHostRegisterMapped
-    )
+    flags = runtime.cudaHostRegisterPortable | runtime.cudaHostRegisterMapped
+    (result,) = runtime.cudaHostRegister(address, size, flags)
     if result != runtime.cudaError_t.cudaSuccess:
         raise RuntimeError(
-            f"{memory.numel()} B of host memory could not be pinned: {result}"
-            " (is `ulimit -l` lower?)"
+            f"{size} B of host memory could not be pinned: {result} (is `ulimit -l` lower?)"
         )
-    # The tensor in the closure keeps the memory until then.
-    atexit.register(lambda: runtime.cudaHostUnregister(memory.data_ptr()))
+
+
+def _unregister(address: int) -> None:
+    from cuda.bindings import runtime
+
+    (result,) = runtime.cudaHostUnregister(address)
+    if result != runtime.cudaError_t.cudaSuccess:
+        log.warning("host memory at %#x is not unpinned: %s", address, result)

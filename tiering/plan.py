@@ -12,6 +12,7 @@ from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
 from dsv4_tierd.tiering.errors import ExceedsCapacity
 
 C4_ROWS_PER_PAGE = BLOCK_TOKENS // 4
+IDLE_SLOTS_MAX = 8  # more idle tails than this are packed when a session starts
 RESIDENCY_SHARE = 16  # one part in this many of the device budget may be residency tables
 TAIL_C4_ROWS = 2 * C4_ROWS_PER_PAGE  # the unfinished page and the last finished one
 
@@ -179,8 +180,8 @@ class _HostSplit:
 
 
 def _tail_slots(budgets: Budgets) -> int:
-    """Running sessions, as many idle ones, and the prefill in progress."""
-    return 2 * budgets.max_batch + 1
+    """Running sessions, a few idle ones, and the prefill in progress."""
+    return budgets.max_batch + min(budgets.max_batch, IDLE_SLOTS_MAX) + 1
 
 
 def _staging_bytes(model: ModelSizes) -> int:

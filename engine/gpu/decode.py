@@ -115,6 +115,15 @@ class DecodeStep:
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits = torch.empty(0)
+        self.choices: Tensor | None = None
+
+    def record_choices(self) -> Tensor:
+        """What every later step chooses: [C4 layers, B, k] int32 entries, overwritten by each."""
+        layers = len(self.network.config.c4_layers)
+        if self.choices is None:
+            self.choices = self._rows.new_zeros(layers, *self._rows.shape[1:])
+            self._graph = None  # recorded without it
+        return self.choices
 
     def run(self, seqs: Seq[Sequence]) -> Tensor:
         """Compute each sequence's pending token. Returns logits [len(seqs), vocab] fp32.
@@ -274,10 +283,12 @@ class DecodeStep:
         chosen, rows, found = self._rows.unbind(0)
         inputs, visible = self.inputs, self._ids.visible
         k = chosen.shape[1]
+        pages = inputs.device_pages if self.hot is None else inputs.mirror_pages
+        topk(self._scores, visible, k, chosen, MirrorRows(pages, rows))
+        if self.choices is not None:
+            self.choices[layer.rank].copy_(chosen)
         if self.hot is None:
-            topk(self._scores, visible, k, chosen, MirrorRows(inputs.device_pages, rows))
             return rows
-        topk(self._scores, visible, k, chosen, MirrorRows(inputs.mirror_pages, rows))
         leave_tail(chosen, rows, inputs.tail_from)
         tables, mirror = self.hot.tables(layer.rank), self.tiers.memory.mirror_c4[layer.rank]
         swap_in(rows, tables, mirror, self._step, found, self.hot.device_counters)

@@ -61,6 +61,17 @@ class DeviceRunner(Runner):
         """Seconds that prefill has waited for C4 rows so far."""
         return 0.0 if self.prefill.staging is None else self.prefill.staging.exposed_copy_s
 
+    def record_choices(self, on: bool) -> Tensor:
+        """What every decode step chooses, until it is switched off: [C4 layers, batch, k] int32.
+
+        For one session; another reach of its page table gives another tensor.
+        """
+        if not on:
+            self._steps.clear()
+            return torch.empty(0, dtype=torch.int32)
+        pages = max(seq.page_count for seq in self.tiers.running)
+        return self._step_for(1, pages).record_choices()
+
     def settle(self) -> None:
         """Wait for what is queued on the device: before time is measured."""
         if self.device.type == "cuda":
