@@ -196,7 +196,9 @@ def _make_runner(config: EngineConfig, model: Transformer, tiers: TierManager) -
     if config.runner == "plain":
         return Runner(model, tiers, config.max_batch)
     dtype = compute_dtype(config)
-    return DeviceRunner(model, tiers, config.max_batch, config.chunk_tokens, dtype)
+    return DeviceRunner(
+        model, tiers, config.max_batch, config.chunk_tokens, dtype, config.side_streams
+    )
 
 
 def build_engine(

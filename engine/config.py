@@ -13,7 +13,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The engine's part of the configuration. Sizes are bytes; lengths are tokens.
 
     ``runner``: over the ops of ``kernels``, or their plain twin; auto: the former on a GPU, if the
-    ops take the model. ``store``: see ``tiering.store.open``; ``store_may_wait``: one that cannot
+    ops take the model. ``side_streams``: chains of a decode step that do not need one another run
+    beside each other. ``store``: see ``tiering.store.open``; ``store_may_wait``: one that cannot
     be opened is away, not an error. ``hot_rows`` None: as many as the device budget allows.
     ``chunk_tokens`` never depends on a budget, so that answers do not either.
     """
@@ -22,6 +23,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Literal["auto", "cpu", "cuda"] = "auto"
     kv_dtype: Literal["auto", "fp8", "bf16", "fp32"] = "auto"
     runner: Literal["auto", "plain", "kernels"] = "auto"
+    side_streams: bool = True
     tiering: Literal["hisparse", "resident", "off"] = "hisparse"
     device_budget_bytes: int = GIB
     host_budget_bytes: int = 4 * GIB

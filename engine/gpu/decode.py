@@ -8,6 +8,7 @@ inside the graph.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ class DecodeStep:
     """The step for up to ``batch`` sessions of up to ``columns`` pages.
 
     step: [1] int32, counts the steps of all. pool: graphs that never run at once share memory.
+    side_streams: chains of a layer that do not need one another run beside each other.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class DecodeStep:
         columns: int,
         step: Tensor,
         pool: Any = None,
+        side_streams: bool = True,
     ) -> None:
         device, config = network.device, network.config
         self.network, self.tiers = network, tiers
@@ -113,6 +116,8 @@ class DecodeStep:
         self._plan: ScanPlan | None = new_plan(batch, columns, device) if batch > 1 else None
         self._planned: list[tuple[int, int]] = []
         self._pool = pool
+        count = 2 if side_streams and device.type == "cuda" else 0
+        self._sides = [torch.cuda.Stream(device) for _ in range(count)]
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits = torch.empty(0)
         self.choices: Tensor | None = None
@@ -184,36 +189,66 @@ class DecodeStep:
 
     def _attention(self, layer: DeviceLayer, h: Tensor) -> Tensor:
         network, positions = self.network, self.inputs.positions
-        weights = layer.attention
-        p = network.project(layer, h, positions)
-        window = self.tiers.tails.windows[layer.number]
-        row_store(
-            p.kv,
-            weights.kv_norm,
-            network.config.rms_norm_eps,
-            positions,
-            weights.inv_freq,
-            window,
-            self._ids.own,
-        )
+        p = network.project(layer, h)
         extra: Rows | None = None
         extra_ids: Tensor | None = None
-        if layer.kind == C128:
-            extra, extra_ids = self._all_entries(layer, p)
-        elif layer.kind == C4:
-            extra, extra_ids = self._chosen_entries(layer, p)
+        # Three chains that meet in attention: what is chosen, what is stored, the queries.
+        with self._beside(0):
+            if layer.kind == C4:
+                extra, extra_ids = self._chosen_entries(layer, p)
+        with self._beside(1):
+            if layer.kind == C128:
+                extra, extra_ids = self._all_entries(layer, p)
+            self._store_rows(layer, p)
+        q = network.rotated(layer, p, positions)
+        self._join()
         o = sparse_attention(
-            p.q,
-            window,
+            q,
+            self.tiers.tails.windows[layer.number],
             self._ids.window,
             extra,
             extra_ids,
             layer.constants.sink,
             network.scale,
             scratch=self._spaces[layer.kind],
-            inverse=InverseRope(positions, weights.inv_freq),
+            inverse=InverseRope(positions, layer.attention.inv_freq),
         )
         return network.output(layer, o)
+
+    def _beside(self, side: int) -> AbstractContextManager[object]:
+        """Queue what follows on a side stream, after what the main one has."""
+        if not self._sides:
+            return nullcontext()
+        stream = self._sides[side]
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        return torch.cuda.stream(stream)
+
+    def _join(self) -> None:
+        """The main stream goes on after the side streams."""
+        for stream in self._sides:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def _store_rows(self, layer: DeviceLayer, p: Projected) -> None:
+        """The token's window row, and the C4 row of a group that it closes."""
+        weights, positions = layer.attention, self.inputs.positions
+        row_store(
+            p.kv,
+            weights.kv_norm,
+            self.network.config.rms_norm_eps,
+            positions,
+            weights.inv_freq,
+            self.tiers.tails.windows[layer.number],
+            self._ids.own,
+        )
+        if layer.kind == C4:
+            assert p.main_kv is not None and p.main_gate is not None
+            assert layer.constants.main is not None
+            rows, own = self._c4_rows(layer)
+            rings = self.tiers.tails.c4_rings[layer.rank]
+            slots, params = self.inputs.slots, layer.constants.main
+            compress_decode(
+                p.main_kv, p.main_gate, positions, rings, slots, params, rows=rows, ids=own
+            )
 
     def _all_entries(self, layer: DeviceLayer, p: Projected) -> tuple[Rows, Tensor]:
         rows = self.tiers.memory.c128[layer.rank]
@@ -233,31 +268,13 @@ class DecodeStep:
         return rows, self._ids.c128_all
 
     def _chosen_entries(self, layer: DeviceLayer, p: Projected) -> tuple[Rows, Tensor]:
-        tails, positions, slots = self.tiers.tails, self.inputs.positions, self.inputs.slots
-        assert p.main_kv is not None and p.main_gate is not None
+        positions, slots = self.inputs.positions, self.inputs.slots
         assert p.index_kv is not None and p.index_gate is not None
-        assert layer.constants.main is not None and layer.constants.index is not None
+        assert layer.constants.index is not None
         keys = self.tiers.memory.index_keys[layer.rank]
+        rings, params = self.tiers.tails.index_rings[layer.rank], layer.constants.index
         compress_decode(
-            p.index_kv,
-            p.index_gate,
-            positions,
-            tails.index_rings[layer.rank],
-            slots,
-            layer.constants.index,
-            rows=keys,
-            ids=self._ids.c4,
-        )
-        rows, own = self._c4_rows(layer)
-        compress_decode(
-            p.main_kv,
-            p.main_gate,
-            positions,
-            tails.c4_rings[layer.rank],
-            slots,
-            layer.constants.main,
-            rows=rows,
-            ids=own,
+            p.index_kv, p.index_gate, positions, rings, slots, params, rows=keys, ids=self._ids.c4
         )
         index_scores_decode(
             self.network.queries(layer, p, positions),
@@ -269,7 +286,7 @@ class DecodeStep:
             out=self._scores,
             fill=False,
         )
-        return rows, self._find(layer)
+        return self._c4_rows(layer)[0], self._find(layer)
 
     def _c4_rows(self, layer: DeviceLayer) -> tuple[Rows, Tensor]:
         """Where attention reads C4 rows, and the row [B] that a group closed now gets there."""

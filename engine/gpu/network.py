@@ -45,7 +45,7 @@ class DeviceLayer:
 class Projected:
     """What a layer's attention works on, for T tokens.
 
-    q: [T, H, D] normed and rotated; kv: [T, D] raw. Compressed layers: main_kv, main_gate
+    q: [T, H, D] raw; kv: [T, D] raw. Compressed layers: main_kv, main_gate
     [T, c*D] fp32; kind 4: index_kv, index_gate [T, 2*Di] fp32, index_q [T, Hi, Di] raw and index_g
     [T, Hi] raw, fp32. Views of wider rows.
     """
@@ -110,8 +110,8 @@ class Network:
         )
 
     # ------------------------------------------------------------ sublayers
-    def project(self, layer: DeviceLayer, h: Tensor, positions: Tensor) -> Projected:
-        """h: [T, d] normed; positions: [T] int32."""
+    def project(self, layer: DeviceLayer, h: Tensor) -> Projected:
+        """The projections of h [T, d], normed."""
         config, weights = self.config, layer.attention
         low, heads, dim = config.q_lora_rank, config.num_attention_heads, config.head_dim
         down = linear(h, layer.joined.down, dtype=self.dtype, held=self.held)
@@ -123,13 +123,7 @@ class Network:
             dtype=self.dtype,
             held=self.held,
         )
-        q = rotate_queries(
-            up[:, : heads * dim].unflatten(1, (heads, dim)),
-            config.rms_norm_eps,
-            positions,
-            weights.inv_freq,
-            dtype=self.dtype,
-        )
+        q = up[:, : heads * dim].unflatten(1, (heads, dim))
         kv = down[:, low:]
         if layer.joined.small is None:
             return Projected(q, kv)
@@ -140,6 +134,11 @@ class Network:
         widths = [2 * dim, 2 * dim, 2 * index, 2 * index, config.index_n_heads]
         index_q = up[:, heads * dim :].unflatten(1, (config.index_n_heads, index))
         return Projected(q, kv, index_q, *torch.split(small, widths, 1))
+
+    def rotated(self, layer: DeviceLayer, p: Projected, positions: Tensor) -> Tensor:
+        """The queries [T, H, D], normed and rotated at positions [T] int32."""
+        eps, inv_freq = self.config.rms_norm_eps, layer.attention.inv_freq
+        return rotate_queries(p.q, eps, positions, inv_freq, dtype=self.dtype)
 
     def queries(self, layer: DeviceLayer, p: Projected, positions: Tensor) -> Queries:
         """The index scan's queries of a C4 layer."""

@@ -85,7 +85,7 @@ class Prefill:
         self, layer: DeviceLayer, place: ChunkPlace, h: Tensor, positions: Tensor
     ) -> Tensor:
         network = self.network
-        p = network.project(layer, h, positions)
+        p = network.project(layer, h)
         first = place.stop - len(h)
         window, seen = self._window(layer, place, p, first, positions)
         scope: Listed | Picked | None = None
@@ -94,7 +94,7 @@ class Prefill:
         elif layer.kind == C4:
             scope = self._chosen_entries(layer, place, p, first, positions)
         o = sparse_attention_prefill(
-            p.q,
+            network.rotated(layer, p, positions),
             window,
             seen,
             scope,

@@ -44,6 +44,7 @@ class DeviceRunner(Runner):
         batch_rows: int,
         chunk_tokens: int,
         dtype: torch.dtype = torch.bfloat16,
+        side_streams: bool = True,
     ) -> None:
         super().__init__(model, tiers, batch_rows)
         self.network = Network(model, max(batch_rows, chunk_tokens), dtype)
@@ -53,6 +54,7 @@ class DeviceRunner(Runner):
         self._columns_max = -(-plan.context_tokens // BLOCK_TOKENS)
         self._step = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._steps: dict[tuple[int, int], DecodeStep] = {}
+        self._side_streams = side_streams
         cuda = self.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if cuda else None
 
@@ -118,7 +120,13 @@ class DeviceRunner(Runner):
         key = batch, columns
         if key not in self._steps:
             self._steps[key] = DecodeStep(
-                self.network, self.tiers, batch, columns, self._step, self._pool
+                self.network,
+                self.tiers,
+                batch,
+                columns,
+                self._step,
+                self._pool,
+                self._side_streams,
             )
         return self._steps[key]
 
