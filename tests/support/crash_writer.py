@@ -13,7 +13,9 @@ from __future__ import annotations
 import os
 import random
 import sys
+from importlib.util import find_spec
 
+from dsv4_tierd.tiering.store.lmcache_kit import LMCacheToolkit
 from dsv4_tierd.tiering.store.open import TierSpec, parse_spec
 from dsv4_tierd.tiering.store.protocol import PrefixStore
 from dsv4_tierd.tiering.store.tiered import TieredConfig, TieredStore
@@ -70,6 +72,8 @@ def say(verb: str, run_name: str, run_size: int, payload_bytes: int) -> None:
 
 def nursery() -> None:
     """Fork a writer a line of input; say when it began and when it is gone."""
+    if find_spec("lmcache"):  # seconds, once
+        LMCacheToolkit({"type": "fs_native", "base_path": "unused"})
     for line in sys.stdin:
         seed, _, spec = line.strip().partition(" ")
         child = os.fork()
