@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,13 @@ import pytest
 import redis_servers
 from dsv4_tierd.tiering.errors import StoreUnavailable, TransferFailed
 from dsv4_tierd.tiering.store.protocol import PrefixStore
+from dsv4_tierd.tiering.store.tiered import TieredStore
 from fake_l2 import Bucket, open_fake
 from lmcache_cases import open_adapter
 from proxy import Fault, Proxy
-from redis_cases import open_redis
-from store_cases import chain, open_disk, page, present, read
+from redis_cases import eventually, open_redis
+from store_cases import chain, open_disk, page, present, read, resume
+from tiered_cases import tiered_config
 
 BUDGET = 1 << 20
 OPENERS: dict[str, Callable[[Path], PrefixStore]] = {
@@ -107,6 +111,58 @@ def test_deleted_while_its_parts_are_read(part: int) -> None:
 
 def proxy_target(proxy: Proxy) -> str:
     return f"redis://127.0.0.1:{proxy.target}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "byte"),
+    [(Fault.CUT_BEFORE, 0), (Fault.CUT_AFTER, 0), (Fault.CUT_REPLY, 1), (Fault.STALL, 0)],
+)
+def test_a_fault_at_every_command_behind_a_folder(fault: Fault, byte: int, tmp_path: Path) -> None:
+    """Two tiers: a write is acknowledged at once and reaches the server by itself; reads are right.
+
+    Another daemon with an empty folder reads through the same faults.
+    """
+    proxy = Proxy(redis_servers.emptied().port)
+    witness = open_redis(proxy_target(proxy))
+    for n in count(1):
+        items = [*chain(f"{n}-", 6), resume(f"{n}-5")]
+        store = tiered(tmp_path / f"{n}", proxy)
+        proxy.arm(fault, n, byte)
+        begun = time.monotonic()
+        store.put(items)
+        assert time.monotonic() - begun < 1.0, "it waits for the server"
+        assert [read(store, item) for item in items] == [item.payload for item in items]
+        eventually(lambda n=n, s=store: len(proxy.commands) >= n or not s.waiting)
+        reached = len(proxy.commands) >= n
+        proxy.release()
+        assert store.flush(20.0)
+        eventually(lambda items=items: all(present(witness, items)))
+        assert [read(witness, item) for item in items] == [item.payload for item in items]
+        other = tiered(tmp_path / f"{n}-other", proxy)
+        proxy.arm(fault, n, byte)
+        for item in items:
+            assert read(other, item) in (None, item.payload)
+        proxy.release()
+        proxy.arm()
+        eventually(
+            lambda items=items, other=other: (
+                [read(other, i) for i in items] == [i.payload for i in items]
+            ),
+            within_s=20,
+        )
+        for each in (store, other):
+            each.close()
+        if not reached:
+            break
+    assert n > 5
+    assert witness.verify().bad == ()
+    witness.close()
+    proxy.close()
+
+
+def tiered(folder: Path, proxy: Proxy) -> TieredStore:
+    """A folder in front of the server behind the proxy."""
+    return TieredStore(open_disk(folder), open_redis(proxy.url), tiered_config())
 
 
 def test_processes_with_other_hash_seeds_share() -> None:
