@@ -67,7 +67,8 @@ $(INSTALLED_LMCACHE): pyproject.toml
 
 test-lmcache: $(INSTALLED_LMCACHE)  ## the tests that need LMCache, in $(VENV_LMCACHE)
 	$(VENV_LMCACHE)/bin/pytest -n $(WORKERS) --dist worksteal tests/tiering/store \
-		tests/daemon/test_cli_store.py tests/e2e/test_kills.py -k "lmcache or bench" $(ARGS)
+		tests/daemon/test_cli_store.py tests/e2e/test_kills.py tests/e2e/test_two_daemons.py \
+		-k "lmcache or bench" $(ARGS)
 
 sim: $(INSTALLED)  ## the simulated world against its naive oracle
 	$(BIN)/pytest tests/sim $(ARGS)
