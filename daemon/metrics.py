@@ -95,6 +95,11 @@ class ServiceCollector(Collector):
             "tierd_operations_running", "Long verbs under way", value=service.operations.running()
         )
         yield GaugeMetricFamily(
+            "tierd_session_leases",
+            "Sessions held among the daemons that share the store",
+            value=service.shared.count,
+        )
+        yield GaugeMetricFamily(
             "tierd_journal_bytes", "Size of the journal", value=service.journal.size_bytes
         )
         restarts = CounterMetricFamily("tierd_engine_restarts", "Engine workers started again")

@@ -120,6 +120,12 @@ class Service:
         except (TransferFailed, StoreUnavailable, SessionNotFound) as error:
             log.warning("session=%s could not be claimed: %s", session.id, error.message)
 
+    async def _reclaim(self) -> None:
+        for session in self.sessions:
+            record = self.journal.ledger.records.get(session.uid)
+            if record is not None and record.shared_version and record.suspended_tier is None:
+                await self.regain(session)
+
     # ------------------------------------------------------------ the engine
     @property
     def model(self) -> Ready:
@@ -187,7 +193,11 @@ class Service:
             bridge.send_soon(CloseSession(op_id=NOBODY, session_id=session.uid))
 
     async def on_worker_ready(self, bridge: Bridge) -> None:
-        """A new worker keeps old promises: pinned sessions are opened at once."""
+        """A new worker keeps old promises: pinned sessions are opened at once.
+
+        Of a session that others could resume from an older record, this daemon is the owner still.
+        """
+        self.spawn(self._reclaim(), "reclaim")
         for session in self.sessions:
             if session.uid in self.journal.ledger.records and session.record.pinned_tier:
                 await self.ensure_open(bridge, session)

@@ -135,16 +135,25 @@ async def test_a_deleted_session_is_deleted_for_all(pair: Pair) -> None:
 async def test_a_daemon_that_starts_again_has_its_claims(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed, it need not wait for its own lease to run out; its words are what it had."""
+    """Killed, it need not wait for its leases, nor be asked first; its words are what it had."""
     monkeypatch.setattr(verbs, "_suspend_all", _nothing)  # as if killed
-    b = await pair.start("b", lease_s=60)
-    async with run_daemon(pair.folder / "a", name="a", store=pair.server.url, lease_s=60) as a:
+    settings = {"name": "a", "store": pair.server.url, "lease_s": 1.5}
+    b = await pair.start("b", lease_s=1.5)
+    async with run_daemon(pair.folder / "a", **settings) as a:
         await a.ok("POST", "/v1/sessions", {"id": "s"})
-        words = WORDS + (await generate(a, WORDS))["token_ids"]
+        await generate(a, WORDS)
+        await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+        words = (await generate(a, [6]))["token_ids"]
+        assert a.service.shared.count == 1
     assert (await refused(b, RESUME))[:2] == (409, "session_busy")
-    async with run_daemon(pair.folder / "a", name="a", store=pair.server.url, lease_s=60) as a:
-        answer = await generate(a, [7])
-        assert answer["token_ids"] == expected([*words, 7], 3)
+    async with run_daemon(pair.folder / "a", **settings) as a:
+        await a.until(lambda: _owned(a, "s"))
+        await asyncio.sleep(2.0)
+        assert (await refused(b, RESUME))[:2] == (409, "session_busy")
+        async with a.http.get(a.url + "/metrics") as response:
+            assert "tierd_session_leases 1.0" in await response.text()
+        words = [*WORDS, *expected(WORDS, 3), 6, *words]
+        assert (await generate(a, [7]))["token_ids"] == expected([*words, 7], 3)
 
 
 async def _nothing(*_: object) -> None:
