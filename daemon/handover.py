@@ -11,7 +11,12 @@ from dsv4_tierd.daemon.service import Service
 from dsv4_tierd.daemon.session_record import SessionRecord
 from dsv4_tierd.daemon.sessions import Session, SessionState
 from dsv4_tierd.daemon.transcript import ID_BYTES, Transcript, common_bytes
-from dsv4_tierd.tiering.errors import SessionExpired, SessionNotFound
+from dsv4_tierd.tiering.errors import (
+    SessionBusy,
+    SessionExists,
+    SessionExpired,
+    SessionNotFound,
+)
 
 log = logging.getLogger("dsv4_tierd.daemon")
 
@@ -35,9 +40,12 @@ async def adopt(service: Service, salt: str, id: str) -> Session:
     """A session of another daemon, suspended, in this one's journal, and claimed.
 
     Raises SessionNotFound (no daemon has suspended one of this name), SessionExpired, SessionBusy
-    (a daemon owns it), SessionExists, TransferFailed, StoreUnavailable.
+    (a daemon owns it, or this one is taking it over), TransferFailed, StoreUnavailable.
     """
-    session = service.sessions.add(salt, id)
+    try:
+        session = service.sessions.add(salt, id)
+    except SessionExists as error:
+        raise SessionBusy(f"session {id!r} is being taken over") from error
     try:
         record, version = await _taken(service, session)
         events, transcript = service.journal.ledger.grow(Transcript(), record.token_ids)

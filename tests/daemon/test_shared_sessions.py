@@ -118,6 +118,23 @@ async def test_what_one_holds_no_other_touches(pair: Pair) -> None:
     assert (await a.ok("GET", "/v1/sessions/s"))["state"] == "suspended"
 
 
+async def test_one_of_many_who_resume_at_once_gets_it(pair: Pair) -> None:
+    """Ten requests on two daemons: it runs at one of them, whole, and nowhere else."""
+    a, b, c = [await pair.start(name) for name in "abc"]
+    await a.ok("POST", "/v1/sessions", {"id": "s"})
+    words = WORDS + (await generate(a, WORDS))["token_ids"]
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    calls = [one.call("POST", "/v1/sessions/s" + RESUME, {}) for one in (b, c) * 5]
+    statuses = [status for status, _, _ in await asyncio.gather(*calls)]
+    assert statuses.count(200) >= 1
+    assert set(statuses) <= {200, 409}
+    owners = [one for one in (a, b, c) if one.service.sessions.find("", "s") and _owned(one, "s")]
+    assert len(owners) == 1
+    assert (await generate(owners[0], [7]))["token_ids"] == expected([*words, 7], 3)
+    [other] = [one for one in (b, c) if one is not owners[0]]
+    assert (await other.ok("GET", "/v1/sessions"))["data"] == []
+
+
 async def test_a_deleted_session_is_deleted_for_all(pair: Pair) -> None:
     """Nothing of it is left to be resumed, and its name is free."""
     a, b = await pair.start("a"), await pair.start("b")
