@@ -41,6 +41,7 @@ def examine(store: str = "none", store_bytes_max: int = 0) -> list[Check]:
         _memory(),
         _gpu(),
         _packages(),
+        _attention(),
         _memlock(),
         _huge_pages(),
         _numa(),
@@ -105,6 +106,17 @@ def _packages() -> Check:
         ", ".join(there) or "none",
         "no GPU kernels (install the extra 'cuda'); flash_mla is optional, ours stands in",
     )
+
+
+def _attention() -> Check:
+    import torch
+
+    from dsv4_tierd.kernels.flash_mla import choose
+
+    there = torch.cuda.is_available()
+    choice = choose(torch.cuda.get_device_capability() if there else None)
+    found = choice.reason if choice.chosen else f"own kernels; flash_mla: {choice.reason}"
+    return Check("sparse attention", True, found, "nothing is lost")
 
 
 def _has(module: str) -> bool:

@@ -109,8 +109,8 @@ def index_scores(
     if not runs_kernels(out.device):
         codes = queries.codes.float()
         out.copy_(ref.index_scores(codes, queries.gates, keys, page_ids, visible))
-    elif tokens and columns and _hopper(queries, keys):
-        _launch_hopper(queries, keys, (page_ids, 0), visible, _QUERY_BLOCK, None, out)
+    elif tokens and columns and _compiled(queries, keys):
+        _launch_compiled(queries, keys, (page_ids, 0), visible, _QUERY_BLOCK, None, out)
     elif tokens and columns:
         grid = (-(-tokens // _QUERY_BLOCK), -(-columns // _PREFILL_KEYS))
         scan_queries_kernel[grid](
@@ -153,23 +153,28 @@ def index_scores_decode(
     if not runs_kernels(out.device):
         codes = queries.codes.float()
         return out.copy_(ref.index_scores_decode(codes, queries.gates, keys, page_table, visible))
-    if _hopper(queries, keys):
+    if _compiled(queries, keys):
         table = (page_table, page_table.stride(0))
-        _launch_hopper(queries, keys, table, visible, 1, plan, out)
+        _launch_compiled(queries, keys, table, visible, 1, plan, out)
     else:
         _launch_triton(queries, keys, page_table, visible, plan, out)
     return out
 
 
-def _hopper(queries: Queries, keys: Rows) -> bool:
-    """Whether csrc/index_scan.cu takes this: a Hopper card, 64 heads of 128, pages of 64."""
+def _compiled(queries: Queries, keys: Rows) -> bool:
+    """Whether csrc/index_scan.cu takes this: 64 heads of 128, pages of 64; else Triton runs.
+
+    With wgmma on Hopper, with mma.sync on Blackwell.
+    """
     device = queries.codes.device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if device.type != "cuda":
+        return False
+    if not nvrtc.compiles_for(torch.cuda.get_device_capability(device)):
         return False
     return queries.codes.shape[1:] == (64, 128) and keys.rows_per_page == 64
 
 
-def _launch_hopper(
+def _launch_compiled(
     queries: Queries,
     keys: Rows,
     table: tuple[Tensor, int],

@@ -1,4 +1,4 @@
-"""The Triton kernels of the index scan: what runs on cards other than Hopper, and in CI."""
+"""The Triton kernels of the index scan: for cards without the CUDA C++ one, and CI."""
 
 # Kernel arguments are what Triton makes of them: they carry no Python types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -84,6 +84,18 @@ def _score(
 
 
 @triton.jit
+def _store_scores(scores, rows, entry, inside, visible_ptr, out_ptr, out_row):
+    """Scores [N, M] of a tile's entries [N] for queries ``rows`` [M]: -inf beyond what each sees.
+
+    Nothing is written to a query that sees nothing of the tile, nor outside its pages.
+    """
+    limit = tl.load(visible_ptr + rows)
+    scores = tl.where(entry[:, None] < limit[None, :], scores, float("-inf"))
+    kept = inside[:, None] & (tl.min(entry, 0) < limit)[None, :]
+    tl.store(out_ptr + rows[None, :] * out_row + entry[:, None], scores, mask=kept)
+
+
+@triton.jit
 def scan_queries_kernel(
     q_ptr,
     g_ptr,
@@ -130,10 +142,7 @@ def scan_queries_kernel(
         for start in range(begin, end, TOGETHER):
             row = tl.minimum(start + lane, end - 1).to(tl.int64)
             scores = _score(q_ptr, g_ptr, keys, scales, row, HEADS, DIM, BLOCK_KEYS, TOGETHER)
-            limit = tl.load(visible_ptr + row)
-            scores = tl.where(entry[:, None] < limit[None, :], scores, float("-inf"))
-            inside = (column < pages)[:, None] & (first < limit)[None, :]
-            tl.store(out_ptr + row[None, :] * out_row + entry[:, None], scores, mask=inside)
+            _store_scores(scores, row, entry, column < pages, visible_ptr, out_ptr, out_row)
 
 
 @triton.jit
@@ -188,7 +197,6 @@ def scan_sessions_kernel(
             begin = leader
             end = leader + 1
         entry = first_page * PAGE_ROWS + tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-        first = first_page * PAGE_ROWS + tile * BLOCK_KEYS
         column = entry // PAGE_ROWS
         inside = column < end_page
         # The leader's own limit does not bound the others', so a group reads whole pages.
@@ -215,7 +223,4 @@ def scan_sessions_kernel(
             if PLAN:
                 row = tl.load(members_ptr + member).to(tl.int64)
             scores = _score(q_ptr, g_ptr, keys, scales, row, HEADS, DIM, BLOCK_KEYS, TOGETHER)
-            limit = tl.load(visible_ptr + row)
-            scores = tl.where(entry[:, None] < limit[None, :], scores, float("-inf"))
-            kept = inside[:, None] & (first < limit)[None, :]
-            tl.store(out_ptr + row[None, :] * out_row + entry[:, None], scores, mask=kept)
+            _store_scores(scores, row, entry, inside, visible_ptr, out_ptr, out_row)

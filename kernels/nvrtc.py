@@ -56,6 +56,11 @@ def layout_defines() -> dict[str, int]:
     return {"ROWS_PER_PAGE": C4_ROWS_PER_PAGE}
 
 
+def compiles_for(capability: tuple[int, int]) -> bool:
+    """Whether the kernels are written for such a card; others run their Triton twins."""
+    return capability == (9, 0) or capability[0] == 10
+
+
 def missing() -> str | None:
     """What compiling needs and is not installed, in words; None when nothing is missing."""
     try:

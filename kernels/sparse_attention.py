@@ -1,6 +1,7 @@
 """Attention of one latent head over FP8 window rows and chosen FP8 rows: split-KV, then a merge.
 
-On Hopper csrc/sparse_attention.cu runs, elsewhere the Triton kernels of
+FlashMLA runs where flash_mla.py chooses it. Else on Hopper (wgmma) and Blackwell (the same source
+with mma.sync) csrc/sparse_attention.cu runs, elsewhere the Triton kernels of
 sparse_attention_triton.py: the same algorithm. Rows are decoded in the kernel. Keys are cut into
 spans of ``rows_per_split``; each program attends to one span and leaves a normalised partial and
 its log-sum, which a second launch merges, with the sink, in span order. A span without a valid id
@@ -10,12 +11,13 @@ query's bits depend on its q, the order of its ids and ``rows_per_split`` alone.
 
 from __future__ import annotations
 
+import math
 import struct
 
 import torch
 from torch import Tensor
 
-from dsv4_tierd.kernels import nvrtc
+from dsv4_tierd.kernels import flash_mla, nvrtc
 from dsv4_tierd.kernels.checks import check_tensor
 from dsv4_tierd.kernels.layout import FP8_GROUP, RowFormat, RowKind, Rows
 from dsv4_tierd.kernels.ref import sparse_attention as ref
@@ -30,9 +32,10 @@ from dsv4_tierd.kernels.sparse_attention_triton import (
 from dsv4_tierd.kernels.triton_rows import row_arguments, runs_kernels
 
 ROW = RowFormat(RowKind.FP8, 512, FP8_GROUP)
-_SHARED_BYTES = 1024 + 216256  # sizeof(Shared) in attention_rows.cuh, and room to align it
+_SHARED_BYTES = 1024 + 228912  # sizeof(Shared) in attention_rows.cuh, and room to align it
 _MERGE_SHARED_BYTES = 41984  # sizeof(Shared) in attention_merge.cu; up to 8 spans need none
 _MERGE_SPANS_MAX = 1024
+_PARTIAL_COST = 0.04  # of what a block costs: writing, reading and adding one
 _TARGET_PROGRAMS = 132  # multiprocessors of an H200; fixed, so that results do not follow the card
 
 
@@ -45,13 +48,15 @@ def rows_per_split(tokens: int, heads: int, capacity: int) -> int:
     """Rows that one program attends to, from the capacities of a call alone.
 
     tokens: queries; capacity: window and extra ids of a query, -1 ones too. As many spans as
-    fill the card once; never below one block of 64.
+    fill the card once, fewer where their partials would cost more than longer spans do.
     """
     blocks = max(1, -(-capacity // BLOCK_ROWS))
-    if blocks <= 2 and tokens * -(-heads // 64) >= 32:  # a second block costs less than a merge
-        return BLOCK_ROWS * blocks
-    programs = max(1, _TARGET_PROGRAMS // (tokens * -(-heads // 64)))
-    return BLOCK_ROWS * -(-blocks // min(programs, blocks))
+    lanes = tokens * -(-heads // 64)
+    programs = max(1, _TARGET_PROGRAMS // lanes)
+    fewest = -(-blocks // min(programs, blocks))
+    # n blocks a span take n b + c lanes blocks / n, c for a partial: least at the root below.
+    cheapest = int(math.sqrt(_PARTIAL_COST * lanes * blocks) + 0.3)
+    return BLOCK_ROWS * min(blocks, max(fewest, cheapest))
 
 
 def workspace(
@@ -65,9 +70,9 @@ def workspace(
     span = rows_per_split(tokens, heads, capacity) if split is None else split
     splits = -(-(-(-capacity // BLOCK_ROWS) * BLOCK_ROWS) // span)
     held = tokens if splits > 1 else 0
-    hopper = _hopper(device)
-    kept = -(-heads // 64) * 64 if hopper else heads
-    dtype = torch.float16 if hopper else torch.float32
+    compiled = _compiled(device)
+    kept = -(-heads // 64) * 64 if compiled else heads
+    dtype = torch.float16 if compiled else torch.float32
     return Workspace(
         torch.empty(held, splits, kept, ROW.dim, dtype=dtype, device=device),
         torch.empty(held, splits, heads, dtype=torch.float32, device=device),
@@ -125,8 +130,10 @@ def sparse_attention(
     call = Call(
         q, window, window_ids, used, picked, extra_count, sink, scale, out, scratch, inverse
     )
-    if _hopper(q.device):
-        _launch_hopper(call, splits, span_blocks)
+    if _flash_mla(call):
+        flash_mla.attend(call)
+    elif _compiled(q.device):
+        _launch_compiled(call, splits, span_blocks)
     else:
         launch_triton(call, splits, span_blocks)
     return out
@@ -181,12 +188,25 @@ def _extra_ids(scope: ref.Picked | ref.Listed | None, tile: slice) -> Tensor | N
     return torch.where(seen, scope.ids, -1).to(torch.int32)
 
 
-def _hopper(device: torch.device) -> bool:
-    """Whether csrc/sparse_attention.cu runs here: it is written for compute capability 9.0."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+def _flash_mla(call: Call) -> bool:
+    """Whether FlashMLA takes this call: chosen for the card, and able to read these rows."""
+    capability = _capability(call.q.device)
+    if capability is None or not flash_mla.choose(capability).chosen:
+        return False
+    return flash_mla.refusal(call, capability) is None
 
 
-def _launch_hopper(call: Call, splits: int, span_blocks: int) -> None:
+def _compiled(device: torch.device) -> bool:
+    """Whether csrc/sparse_attention.cu runs here: compute capability 9.0 or 10.x, else Triton."""
+    capability = _capability(device)
+    return capability is not None and nvrtc.compiles_for(capability)
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _launch_compiled(call: Call, splits: int, span_blocks: int) -> None:
     q, out, scratch, inverse = call.q, call.out, call.scratch, call.inverse
     tokens, heads, _ = q.shape
     head_blocks = -(-heads // 64)
@@ -209,16 +229,16 @@ def _launch_hopper(call: Call, splits: int, span_blocks: int) -> None:
     to = (out, _wide(out), out.stride(0), out.stride(1))
     kernel = nvrtc.load("sparse_attention.cu", "sparse_attention", q.device)
     kernel.launch(
-        nvrtc.Shape(splits * head_blocks * tokens, 512, 1, _SHARED_BYTES),
+        nvrtc.Shape(splits * head_blocks * tokens, 384, 1, _SHARED_BYTES),
         q,
         _wide(q),
         q.stride(0),
         q.stride(1),
-        *row_arguments(call.window),
+        *_scope(call.window),
         call.window_ids,
         call.window_ids.stride(0),
         call.window_ids.shape[1],
-        *row_arguments(call.extra),
+        *_scope(call.extra),
         call.extra_ids,
         call.extra_ids.stride(0),
         call.extra_count,
@@ -251,6 +271,13 @@ def _launch_hopper(call: Call, splits: int, span_blocks: int) -> None:
         )
 
 
+def _scope(rows: Rows) -> tuple[Tensor | int, ...]:
+    """Where rows lie, as the kernel takes it: an id below 2**31 is divided by a multiplication."""
+    place, per_page = row_arguments(rows), rows.rows_per_page
+    shift = 31 + (per_page - 1).bit_length()
+    return (*place[:6], per_page, (1 << shift) // per_page + 1, shift, rows.row_count)
+
+
 def _wide(x: Tensor) -> int:
     """1 for fp32, 0 for bf16; raises ValueError for others."""
     if x.dtype not in (torch.float32, torch.bfloat16):
@@ -259,12 +286,14 @@ def _wide(x: Tensor) -> int:
 
 
 def check_rows_16(rows: Rows) -> None:
-    """Raise ValueError unless every row starts at 16 bytes and its scales at 8."""
+    """Raise ValueError unless rows start at 16 bytes, scales at 8, and pitches fit 32 bits."""
     data, scale, data_page, data_row, scale_page, scale_row, *_ = row_arguments(rows)
     if data.data_ptr() % 16 or data_page % 16 or data_row % 16:
         raise ValueError("row data must start at multiples of 16 bytes")
     if scale.data_ptr() % 8 or scale_page % 8 or scale_row % 8:
         raise ValueError("row scales must start at multiples of 8 bytes")
+    if max(data_page, scale_page) >= 1 << 32:
+        raise ValueError("a page of rows must be smaller than 4 GiB")
 
 
 def _plainly(

@@ -1,4 +1,4 @@
-"""The Triton kernels of sparse attention: what runs on cards other than Hopper, and in CI.
+"""The Triton kernels of sparse attention: for cards without the CUDA C++ one, and CI.
 
 The same algorithm as csrc/sparse_attention.cu, in bf16; the interpreter multiplies fp32.
 """

@@ -88,6 +88,19 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
+// Whether a wait would not wait; the same answer for the whole warp.
+__device__ __forceinline__ bool mbarrier_passed(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return __all_sync(FULL_WARP, done);
+}
+
 // Global (or mapped host) memory to shared; 16-byte aligned, a multiple of 16 bytes.
 __device__ __forceinline__ void bulk_load(u32 shared, const void* global, u32 bytes, u32 barrier) {
     asm volatile(

@@ -1,9 +1,10 @@
 // Index scores in decode: every session's query against its FP8 keys, relu, weighted sum over heads.
 //
 // Work is cut into groups of 256 keys (4 pages of 64). A CTA of two warpgroups takes groups in turn.
-// Keys are the A operand of wgmma m64n64k32, straight from global memory to registers (a row's bytes
-// are permuted along K the same way in keys and queries, so that a lane loads 16 bytes at once), the
-// next group's on their way. Queries are the B operand, in shared memory, two buffers: each session
+// Keys are the A operand of wgmma m64n64k32 (of mma.sync where there is no wgmma, or PORTABLE is
+// defined), straight from global memory to registers (a row's bytes are permuted along K the same way
+// in keys and queries, so that a lane loads 16 bytes at once), the next group's on their way. Queries
+// are the B operand, in shared memory, two buffers: each session
 // that reads the group is multiplied with the keys in registers, so a shared prefix is scanned once.
 //
 // Who reads which pages comes from a plan (segments of page columns and their sessions), or,
@@ -46,21 +47,6 @@ struct Work {
     const int* members;
     u32 pages, count, together, queries;
 };
-
-__device__ __forceinline__ void multiply(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
-        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
-          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
-          "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate));
-}
 
 __device__ __forceinline__ uint4 load16(const unsigned char* p, bool there) {
     uint4 v = make_uint4(0, 0, 0, 0);
@@ -202,33 +188,93 @@ struct Coming {
     }
 };
 
+__device__ __forceinline__ void add_gated(float2& sum, const float* d, const float* gates, u32 n) {
+    const float2 gate = *reinterpret_cast<const float2*>(gates + 8 * n + 2 * (threadIdx.x & 3));
+    sum.x = fmaf(fmaxf(d[0], 0.0f), gate.x, sum.x);
+    sum.x = fmaf(fmaxf(d[1], 0.0f), gate.y, sum.x);
+    sum.y = fmaf(fmaxf(d[2], 0.0f), gate.x, sum.y);
+    sum.y = fmaf(fmaxf(d[3], 0.0f), gate.y, sum.y);
+}
+
+// The two products of a lane's keys g and 8 + g of a page with two heads of eight, relu, times gates,
+// added up over the eights.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(PORTABLE)
+
+__device__ __forceinline__ void multiply(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
+        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
+          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
+          "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate));
+}
+
+__device__ __forceinline__ float2 gated(const Shared& s, u32 buffer, const uint4 (&a)[4]) {
+    const u32 query = shared_address(s.query[buffer]);
+    const u64 b = static_cast<u64>((query & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+    float d[32];
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    multiply(d, a[0].x, a[2].x, a[0].y, a[2].y, b, 0);
+    multiply(d, a[0].z, a[2].z, a[0].w, a[2].w, b + 2, 1);
+    multiply(d, a[1].x, a[3].x, a[1].y, a[3].y, b + 4, 1);
+    multiply(d, a[1].z, a[3].z, a[1].w, a[3].w, b + 6, 1);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (u32 n = 0; n < HEADS / 8; n++) add_gated(sum, d + 4 * n, s.gates[buffer], n);
+    return sum;
+}
+
+#else
+
+__device__ __forceinline__ void multiply(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float2 gated(const Shared& s, u32 buffer, const uint4 (&a)[4]) {
+    const u32 lane = threadIdx.x & 31;
+    float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll 1
+    for (u32 n = 0; n < HEADS / 8; n++) {
+        const u32 head = 8 * n + (lane & 7), row = shared_address(s.query[buffer]) + head * DIM;
+        u32 b[2][4];  // of two steps each: words t and 4 + t of this lane's head
+#pragma unroll
+        for (u32 h = 0; h < 2; h++)
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(b[h][0]), "=r"(b[h][1]), "=r"(b[h][2]), "=r"(b[h][3])
+                         : "r"(row + ((4 * h + (lane >> 3) ^ head & 7) << 4))
+                         : "memory");
+        float d[4] = {};
+        multiply(d, a[0].x, a[2].x, a[0].y, a[2].y, b[0][0], b[0][1]);
+        multiply(d, a[0].z, a[2].z, a[0].w, a[2].w, b[0][2], b[0][3]);
+        multiply(d, a[1].x, a[3].x, a[1].y, a[3].y, b[1][0], b[1][1]);
+        multiply(d, a[1].z, a[3].z, a[1].w, a[3].w, b[1][2], b[1][3]);
+        add_gated(sum, d, s.gates[buffer], n);
+    }
+    return sum;
+}
+
+#endif
+
 // The score of one key a lane: of page t / 2 of the warpgroup's two, key 16 w + (t % 2) * 8 + g.
 __device__ __forceinline__ float score(const Shared& s, u32 buffer, const Keys& keys) {
-    const u32 lane = threadIdx.x & 31, t = lane & 3, address = shared_address(s.query[buffer]);
-    const u64 query = static_cast<u64>((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+    const u32 lane = threadIdx.x & 31, t = lane & 3;
     float sums[4];
 #pragma unroll
     for (u32 m = 0; m < 2; m++) {
-        const uint4(&a)[4] = keys.a[m];
-        float d[32];
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        multiply(d, a[0].x, a[2].x, a[0].y, a[2].y, query, 0);
-        multiply(d, a[0].z, a[2].z, a[0].w, a[2].w, query + 2, 1);
-        multiply(d, a[1].x, a[3].x, a[1].y, a[3].y, query + 4, 1);
-        multiply(d, a[1].z, a[3].z, a[1].w, a[3].w, query + 6, 1);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        float low = 0.0f, high = 0.0f;
-#pragma unroll
-        for (u32 n = 0; n < HEADS / 8; n++) {
-            const float2 gate = *reinterpret_cast<const float2*>(&s.gates[buffer][8 * n + 2 * t]);
-            low = fmaf(fmaxf(d[4 * n], 0.0f), gate.x, low);
-            low = fmaf(fmaxf(d[4 * n + 1], 0.0f), gate.y, low);
-            high = fmaf(fmaxf(d[4 * n + 2], 0.0f), gate.x, high);
-            high = fmaf(fmaxf(d[4 * n + 3], 0.0f), gate.y, high);
-        }
-        sums[2 * m] = low;
-        sums[2 * m + 1] = high;
+        const float2 sum = gated(s, buffer, keys.a[m]);
+        sums[2 * m] = sum.x;
+        sums[2 * m + 1] = sum.y;
     }
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {

@@ -51,7 +51,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     yes: Callable[..., bool] = lambda *_: True  # noqa: E731
     monkeypatch.setattr(nvrtc, "load", load)
     for module in (index_scores, sparse_attention):
-        monkeypatch.setattr(module, "_hopper", yes)
+        monkeypatch.setattr(module, "_compiled", yes)
         monkeypatch.setattr(module, "runs_kernels", yes)
     return made
 
@@ -92,6 +92,21 @@ def test_sparse_attention_refuses_what_its_kernel_cannot_read(launches: Launches
     with pytest.raises(ValueError, match="16 bytes"):
         attend(q, strange, ids, rows, ids, sink, 0.1)
     assert not launches
+
+
+@pytest.mark.parametrize("per_page", [1, 2, 3, 61, 64, 69, 1000, (1 << 20) + 1])
+def test_ids_are_divided_by_a_multiplication(per_page: int) -> None:
+    """Page and place of every id up to 2**31, from the two numbers that the kernel gets."""
+    rows = row_pool(sparse_attention.ROW, per_page, per_page, torch.device("meta"))
+    magic, shift = sparse_attention._scope(rows)[7:9]
+    assert isinstance(magic, int)
+    assert magic < 1 << 32
+    assert isinstance(shift, int)
+    near = range(-3, 4)
+    ids = {k * per_page + d for k in (0, 1, 2, 12345, (1 << 31) // per_page) for d in near}
+    for number in (*ids, (1 << 31) - 1):
+        if 0 <= number < 1 << 31:
+            assert number * magic >> shift == number // per_page
 
 
 def test_index_scan(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4_tierd.kernels import nvrtc
+
 HERE = Path(__file__).parent
 
 
@@ -59,3 +61,10 @@ def poison() -> Callable[[Tensor], Tensor]:
         return tensor
 
     return fill
+
+
+@pytest.fixture
+def portable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA C++ kernels as Blackwell gets them, without Hopper's own matrix instructions."""
+    load = nvrtc.load
+    monkeypatch.setattr(nvrtc, "load", lambda *what: load(*what, PORTABLE=1))

@@ -145,6 +145,12 @@ def test_decode(batch: int, pages: int, rng: torch.Generator, poison: Poison) ->
     assert torch.equal(alone, together)
 
 
+@pytest.mark.usefixtures("portable")
+def test_decode_without_hoppers_products(rng: torch.Generator, poison: Poison) -> None:
+    """The products by mma.sync, which sm_100a is compiled with, give the twin's scores too."""
+    test_decode(3, 150, rng, poison)
+
+
 def test_a_sessions_bits_depend_on_no_neighbour(rng: torch.Generator) -> None:
     """Alone, in a batch, on a shared scan: a query and a key give the same bits."""
     keys = make_keys(60, rng)
