@@ -67,6 +67,38 @@ def _pool(kv, logits):
     return tl.div_rn(tl.sum(weights * kv, 0), tl.sum(weights, 0))
 
 
+@triton.jit
+def _rows_at(
+    position,
+    base,
+    kv_ptr,
+    kv_token,
+    gate_ptr,
+    gate_token,
+    ring_ptr,
+    ring_row,
+    length,
+    GATE: tl.constexpr,
+):
+    """Offsets of tokens' rows from kv_ptr and gate_ptr: there from ``base`` on, else in a ring."""
+    fresh = position >= base
+    new = (position - base).to(tl.int64)
+    old = (position % length).to(tl.int64) * ring_row
+    kv_gap = (ring_ptr.to(tl.int64) - kv_ptr.to(tl.int64)) // 4
+    gate_gap = (ring_ptr.to(tl.int64) - gate_ptr.to(tl.int64)) // 4 + GATE
+    kv_at = tl.multiple_of(tl.where(fresh, new * kv_token, old + kv_gap), 4)
+    gate_at = tl.multiple_of(tl.where(fresh, new * gate_token, old + gate_gap), 4)
+    return kv_at, gate_at
+
+
+@triton.jit
+def _keep_row(kv_ptr, gate_ptr, target, channel, GATE: tl.constexpr):
+    """A token's row into its ring, after this program's reads of it."""
+    tl.debug_barrier()
+    tl.store(target + channel, tl.load(kv_ptr + channel))
+    tl.store(target + GATE + channel, tl.load(gate_ptr + channel))
+
+
 @triton.jit(do_not_specialize=_VARIED)
 def overlapped_kernel(
     kv_ptr,
@@ -123,16 +155,21 @@ def overlapped_kernel(
         group = base // RATIO - program
         number = program
         last = program + (base % RATIO == RATIO - 1).to(tl.int32)
-    kv_gap = (ring_ptr.to(tl.int64) - kv_ptr.to(tl.int64)) // 4
-    gate_gap = (ring_ptr.to(tl.int64) - gate_ptr.to(tl.int64)) // 4 + 2 * DIM
     for entry in range(number, last):
         position = (group + entry - 1) * RATIO + member
         there = (position >= 0)[:, None]
-        fresh = position >= base
-        new = (position - base).to(tl.int64)
-        old = (position % length).to(tl.int64) * ring_row
-        kv_at = tl.multiple_of(tl.where(fresh, new * kv_token, old + kv_gap), 4)
-        gate_at = tl.multiple_of(tl.where(fresh, new * gate_token, old + gate_gap), 4)
+        kv_at, gate_at = _rows_at(
+            position,
+            base,
+            kv_ptr,
+            kv_token,
+            gate_ptr,
+            gate_token,
+            ring_ptr,
+            ring_row,
+            length,
+            2 * DIM,
+        )
         kv = tl.load(kv_ptr + kv_at[:, None] + channel, mask=there, other=0.0)
         gate = tl.load(gate_ptr + gate_at[:, None] + channel, mask=there, other=float("-inf"))
         row = tl.load(ids_ptr + entry).to(tl.int64)
@@ -160,11 +197,8 @@ def overlapped_kernel(
             HADAMARD,
         )
     if DECODE:
-        tl.debug_barrier()
         target = out_ring_ptr + (base % length).to(tl.int64) * ring_row
-        whole = tl.arange(0, 2 * DIM)
-        tl.store(target + whole, tl.load(kv_ptr + whole))
-        tl.store(target + 2 * DIM + whole, tl.load(gate_ptr + whole))
+        _keep_row(kv_ptr, gate_ptr, target, tl.arange(0, 2 * DIM), 2 * DIM)
     elif program == 0:
         _keep_ring(
             kv_ptr,
@@ -286,13 +320,9 @@ def shared_kernel(
     if closes:
         member = tl.arange(0, RATIO)
         position = group * RATIO + member
-        fresh = position >= base
-        new = (position - base).to(tl.int64)
-        old = (position % length).to(tl.int64) * ring_row
-        kv_gap = (ring_ptr.to(tl.int64) - kv_ptr.to(tl.int64)) // 4
-        gate_gap = (ring_ptr.to(tl.int64) - gate_ptr.to(tl.int64)) // 4 + DIM
-        kv_at = tl.multiple_of(tl.where(fresh, new * kv_token, old + kv_gap), 4)
-        gate_at = tl.multiple_of(tl.where(fresh, new * gate_token, old + gate_gap), 4)
+        kv_at, gate_at = _rows_at(
+            position, base, kv_ptr, kv_token, gate_ptr, gate_token, ring_ptr, ring_row, length, DIM
+        )
         kv = tl.load(kv_ptr + kv_at[:, None] + channel)
         gate = tl.load(gate_ptr + gate_at[:, None] + channel)
         ape = tl.load(ape_ptr + member[:, None] * DIM + channel)
@@ -327,11 +357,8 @@ def shared_kernel(
                 HADAMARD,
             )
     if DECODE:
-        tl.debug_barrier()
-        one = first + tl.arange(0, CHANNELS)
         target = out_ring_ptr + (base % length).to(tl.int64) * ring_row
-        tl.store(target + one, tl.load(kv_ptr + one))
-        tl.store(target + DIM + one, tl.load(gate_ptr + one))
+        _keep_row(kv_ptr, gate_ptr, target, first + tl.arange(0, CHANNELS), DIM)
     elif entry == 0:
         _keep_ring(
             kv_ptr,
