@@ -52,6 +52,7 @@ from dsv4_tierd.tiering.store.protocol import (
 log = logging.getLogger(__name__)
 
 _BACK_OFF_S = (0.05, 5.0)
+_FRAMES_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ class LMCacheStore:
         self._config, self._fields = config, identity
         self._identity = identity.digest
         self.shelf = AdapterShelf(toolkit, config.deadline_s)
+        self._frames = _Frames()
         self._space = Space(self.shelf, self._identity)
         self._writing = threading.RLock()
         self._counting = threading.Lock()
@@ -151,28 +153,33 @@ class LMCacheStore:
             return False
         if entry.payload_bytes != len(into):
             raise TransferFailed(f"{key.kind.name} of {entry.payload_bytes} B for {len(into)}")
-        payload = self._read(space, entry)
-        if payload is None:
+        if not self._read(space, entry, into):
             return False
-        into[:] = payload
         space.touch(entry)
         with self._counting:
             self._bytes_read += len(into)
         return True
 
-    def _read(self, space: Space, entry: Entry) -> memoryview | None:
-        """The payload, checked; None: its bytes are gone. Raises TransferFailed."""
-        frame = bytearray(entry.extent.size)
+    def _read(self, space: Space, entry: Entry, into: memoryview | None = None) -> bool:
+        """Read and check a payload, ``into`` what may be given; False: its bytes are gone.
+
+        Raises TransferFailed.
+        """
+        frame = self._frames.take(entry.extent.size)
         with self._tripping():
             there = self.shelf.load([(space.name(entry), frame)])[0]
             if not there:  # is it the object that is gone, or the one who looked for it?
                 self.shelf.check_workers()
                 there = self.shelf.load([(space.name(entry), frame)])[0]
         try:
-            if there:
-                return decode(self._identity, entry.key, memoryview(frame))
-            self._forget(space, entry)
-            return None
+            if not there:
+                self._forget(space, entry)
+                return False
+            payload = decode(self._identity, entry.key, memoryview(frame))
+            if into is not None:
+                into[:] = payload
+            self._frames.give_back(frame)  # not where it went wrong: the adapter may still write
+            return True
         except TransferFailed as error:
             log.warning("store: %s is bad and forgotten: %s", _describe(entry.key), error)
             with self._counting:
@@ -296,7 +303,7 @@ class LMCacheStore:
             if advance is not None:
                 advance(count, len(entries))
             try:
-                if self._read(space, entry) is None:
+                if not self._read(space, entry):
                     bad.append(f"{_describe(entry.key)}: its bytes are gone")
             except TransferFailed as error:
                 bad.append(f"{_describe(entry.key)}: {error}")
@@ -399,6 +406,30 @@ class LMCacheStore:
                 self._trip(str(error))
                 low, high = _BACK_OFF_S
                 wait_s = min(max(low, 2 * wait_s), high) * random.uniform(0.5, 1.0)
+
+
+class _Frames:
+    """Buffers that are used again: a fresh megabyte costs as much as reading into it."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._free: list[bytearray] = []
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> bytearray:
+        """One of that size, holding anything."""
+        with self._lock:
+            if self._size == size and self._free:
+                return self._free.pop()
+        return bytearray(size)
+
+    def give_back(self, frame: bytearray) -> None:
+        """Nobody looks at or writes to it any more."""
+        with self._lock:
+            if self._size != len(frame):  # pages have one size, and most objects are pages
+                self._size, self._free = len(frame), []
+            if len(self._free) < _FRAMES_MAX:
+                self._free.append(frame)
 
 
 class _Tripping:

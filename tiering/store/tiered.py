@@ -86,20 +86,16 @@ class Remote:
         except StoreUnavailable:
             return None
 
-    def get(self, key: ObjectKey, into: memoryview) -> bool:
+    def get(self, key: ObjectKey, size: int) -> bytearray | None:
         """A read into memory of its own: one that is late must not write to the caller's.
 
         Raises StoreUnavailable, TransferFailed.
         """
         if self._is_doomed(key):
-            return False
-        own = bytearray(len(into))
-        there = self.reads.call(
-            lambda: self.store.get(key, memoryview(own)), self._deadline(len(own))
-        )
-        if there:
-            into[:] = own
-        return there
+            return None
+        own = bytearray(size)
+        there = self.reads.call(lambda: self.store.get(key, memoryview(own)), self._deadline(size))
+        return own if there else None
 
     def put(
         self, objects: Sequence[StoredObject], wanted: Callable[[ObjectKey], bool] | None = None
@@ -207,8 +203,10 @@ class TieredStore:
         facts = self._remote.find(key)
         if facts is not None:
             try:
-                if self._remote.get(key, into):
-                    self._copies.offer(StoredObject(key, facts.parent, bytes(into)), epoch)
+                found = self._remote.get(key, len(into))
+                if found is not None:
+                    into[:] = found
+                    self._copies.offer(StoredObject(key, facts.parent, memoryview(found)), epoch)
                     self._count(len(into))
                     return True
             except StoreUnavailable as error:
@@ -279,12 +277,12 @@ class TieredStore:
                 lacking[key] = facts
         # Each walk went upwards; shallower pages first is what the local tier wants.
         for key, facts in reversed(lacking.items()):
-            payload = bytearray(facts.payload_bytes)
             try:
-                if not self._remote.get(key, memoryview(payload)):
-                    raise PreconditionFailed("a page before these is gone from the remote tier")
+                payload = self._remote.get(key, facts.payload_bytes)
             except (StoreUnavailable, TransferFailed) as error:
                 raise PreconditionFailed(f"a page before these cannot be had: {error}") from error
+            if payload is None:
+                raise PreconditionFailed("a page before these is gone from the remote tier")
             self._local.put([StoredObject(key, facts.parent, memoryview(payload))])
 
     # ------------------------------------------------------------ removing
