@@ -22,7 +22,10 @@ _MERGE_COLUMNS = 128
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Partials of one call: sums [T, splits, H, 512] fp32 normalised, logs [T, splits, H] fp32."""
+    """Partials of one call, normalised: sums [T, splits, H, 512], logs [T, splits, H] fp32.
+
+    Triton's sums are fp32; the CUDA C++ kernel's fp16, in its registers' order, H a multiple of 64.
+    """
 
     sums: Tensor
     logs: Tensor
