@@ -25,6 +25,8 @@ from dsv4_tierd.engine.build import (
     store_identity,
 )
 from dsv4_tierd.engine.config import EngineConfig
+from dsv4_tierd.engine.gpu.runner import DeviceRunner
+from dsv4_tierd.engine.gpu.warm import warm
 from dsv4_tierd.engine.messages import FRAME_BYTES_MAX, LoadProgress, Ready, ToDaemon, ToWorker
 from dsv4_tierd.engine.model.presets import model_name
 from dsv4_tierd.engine.vocabulary import find_tokenizer
@@ -124,6 +126,12 @@ def serve(channel: Channel, config: EngineConfig) -> None:
         identity.digest,
         lambda done, total: channel.send(LoadProgress(stage="pinning", done=done, total=total)),
     )
+    if isinstance(engine.runner, DeviceRunner):
+        warm(
+            engine.runner,
+            config.chunk_tokens,
+            lambda done, total: channel.send(LoadProgress(stage="kernels", done=done, total=total)),
+        )
     channel.send(
         Ready(
             model_id=model_name(config.model),

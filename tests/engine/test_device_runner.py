@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from dsv4_tierd.engine.gpu.runner import DeviceRunner
+from dsv4_tierd.engine.gpu.warm import warm
 from dsv4_tierd.engine.model.presets import Storage
 from dsv4_tierd.engine.model.transformer import Transformer
 from small_models import text
@@ -64,3 +66,19 @@ def test_tiering_never_shows(models) -> None:
     """Off, resident and swapped in: the same tokens, through a whole life."""
     lives = [_life(_world(models, "kernels", tiering)) for tiering in MODES]
     assert lives[0] == lives[1] == lives[2]
+
+
+def test_warming_leaves_nothing(models) -> None:
+    """After the throwaway text every page is free again, and answers are what they were."""
+    world = _world(models, "kernels", "hisparse")
+    told: list[tuple[int, int]] = []
+    assert isinstance(world.engine.runner, DeviceRunner)
+    warm(world.engine.runner, 256, lambda done, total: told.append((done, total)))
+    assert told[-1][0] == told[-1][1] == len(told)
+    world.settle()
+    for pool in (world.tiers.mirror_pool, world.tiers.device_pool):
+        assert pool.free_count == pool.capacity
+    fresh = _world(models, "kernels", "hisparse")
+    prompt = text(6, 300)
+    answers = [each.generate(each.open(), prompt, max_tokens=4) for each in (world, fresh)]
+    assert answers[0].token_ids == answers[1].token_ids

@@ -36,6 +36,7 @@ FLASH_ROWS = Preset(
     experts_per_token=2,
     moe_inter=256,
     vocab_size=VOCAB,
+    yarn_original=65536,
     storage=Storage.FP8,
 )
 MIN_HOT_ROWS = 2 * 4 * 512

@@ -1,0 +1,44 @@
+"""Before the first request: every kernel compiled and loaded, by a text that is thrown away."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+
+from dsv4_tierd.engine.gpu.runner import DeviceRunner
+from dsv4_tierd.tiering.blocks import Transcript
+from dsv4_tierd.tiering.store.protocol import WritePolicy
+
+# Ops choose their kernels by the number of tokens; these chunks meet every choice.
+SMALL_CHUNKS = (200, 40, 8, 2, 1)
+
+
+def warm(runner: DeviceRunner, chunk_tokens: int, progress: Callable[[int, int], None]) -> None:
+    """Run a chunk of each size and one decode step; told steps done, steps in all.
+
+    Nothing of it stays, in the tiers or in the store. Some seconds where kernels are on disk
+    already, a minute or two where they must be compiled.
+    """
+    tiers = runner.tiers
+    room = tiers.config.plan.context_tokens - sum(SMALL_CHUNKS) - 1
+    sizes = [size for size in (min(chunk_tokens, room), *SMALL_CHUNKS) if size > 0]
+    words = np.zeros(sum(sizes) + 1, np.int32)
+    transcript = Transcript(os.urandom(32), words)
+    seq = tiers.open(transcript, "", None, len(words))
+    seq.write_policy = WritePolicy.NEVER
+    assert tiers.ready(seq), "a text that nobody knows waits for nothing"
+    layers = runner.model.config.num_hidden_layers
+    for number, size in enumerate(sizes):
+        chunk = runner.begin(seq, seq.position + size)
+        runner.advance(chunk, layers)
+        runner.finish(chunk, want_logits=True)
+        progress(number + 1, len(sizes) + 1)
+    runner.decode([seq])
+    runner.settle()
+    path = list(seq.path)
+    tiers.close(seq, keep_tail=False)
+    if path:
+        tiers.evictor.drop_subtree(path[0])
+    progress(len(sizes) + 1, len(sizes) + 1)
