@@ -84,7 +84,7 @@ def serve(
     hot_rows: Annotated[int | None, typer.Option(help="what device-budget allows")] = None,
     idle_tails: Annotated[int | None, typer.Option(help="64")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="auto, fp8, bf16 or fp32")] = None,
-    chunk_tokens: Annotated[int | None, typer.Option(help="512")] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(help="GPU: 8192; CPU: 512")] = None,
     max_batch: Annotated[int | None, typer.Option(help="8")] = None,
     queue_max: Annotated[int | None, typer.Option(help="64")] = None,
     max_tokens_default: Annotated[int | None, typer.Option(help="8192")] = None,

@@ -75,7 +75,7 @@ class ServeConfig:
     resume_budget: int | None = _size(None)  # None: an eighth of host_budget
     hot_rows: int | None = None
     idle_tails: int = 64
-    chunk_tokens: int = 512
+    chunk_tokens: int | None = None
     max_batch: int = 8
     queue_max: int = 64
     max_tokens_default: int = 8192

@@ -40,6 +40,8 @@ from dsv4_tierd.tiering.store.protocol import PrefixStore
 log = logging.getLogger("dsv4_tierd.engine")
 
 LAYOUT_VERSION = 1
+CHUNK_TOKENS = 8192  # on a GPU: streaming a layer's rows hides behind computing them
+CHUNK_TOKENS_BESIDE = 1024  # while others decode: one layer takes about a decode step's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,12 @@ def resolved(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             log.warning("the plain engine runs on the GPU, slowly: %s", reason)
     if device == "cuda" and runner == "kernels" and reason is not None:
         raise UnsupportedCombination(reason, param="runner")
-    return msgspec.structs.replace(config, device=device, kv_dtype=kv_dtype, runner=runner)
+    chunk_tokens = config.chunk_tokens
+    if chunk_tokens is None:
+        chunk_tokens = CHUNK_TOKENS if device == "cuda" and runner == "kernels" else 512
+    return msgspec.structs.replace(
+        config, device=device, kv_dtype=kv_dtype, runner=runner, chunk_tokens=chunk_tokens
+    )
 
 
 def make_plan(config: EngineConfig, model: ModelConfig, layouts: Layouts) -> Plan:
@@ -196,6 +203,7 @@ def _make_runner(config: EngineConfig, model: Transformer, tiers: TierManager) -
     if config.runner == "plain":
         return Runner(model, tiers, config.max_batch)
     dtype = compute_dtype(config)
+    assert config.chunk_tokens is not None
     return DeviceRunner(
         model, tiers, config.max_batch, config.chunk_tokens, dtype, config.side_streams
     )
@@ -211,11 +219,10 @@ def build_engine(
     pinning: Progress | None = None,
 ) -> tuple[Engine, Verbs, Plan]:
     """Allocate the tiers and put the loop on top. Raises ExceedsCapacity, InvalidRequest."""
-    if config.chunk_tokens <= 0:
-        raise InvalidRequest(
-            f"chunk_tokens {config.chunk_tokens} is not positive", param="chunk_tokens"
-        )
     config = resolved(config, model.config)
+    chunk_tokens = config.chunk_tokens
+    if chunk_tokens is None or chunk_tokens <= 0:
+        raise InvalidRequest(f"chunk_tokens {chunk_tokens} is not positive", param="chunk_tokens")
     device = torch.device(config.device)
     if device.type == "cuda":
         # The default one takes no copies in batches, and no capture.
@@ -239,7 +246,8 @@ def build_engine(
     )
     retention = Retention(tiers, config.pin_budget_bytes // layouts.pages.mirror_bytes)
     options = EngineOptions(
-        chunk_tokens=config.chunk_tokens,
+        chunk_tokens=chunk_tokens,
+        chunk_tokens_beside=min(chunk_tokens, CHUNK_TOKENS_BESIDE),
         max_batch=config.max_batch,
         queue_max=config.queue_max,
         eos_token_ids=model.config.eos_token_ids,

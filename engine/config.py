@@ -16,7 +16,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ops take the model. ``side_streams``: chains of a decode step that do not need one another run
     beside each other. ``store``: see ``tiering.store.open``; ``store_may_wait``: one that cannot
     be opened is away, not an error. ``hot_rows`` None: as many as the device budget allows.
-    ``chunk_tokens`` never depends on a budget, so that answers do not either.
+    ``chunk_tokens`` None: by the runner; it never depends on a budget, so that answers do not
+    either.
     """
 
     model: str
@@ -34,7 +35,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     store: str = "none"
     store_may_wait: bool = False
     store_bytes_max: int = 64 * GIB
-    chunk_tokens: int = 512
+    chunk_tokens: int | None = None
     max_batch: int = 8
     queue_max: int = 64
 

@@ -32,6 +32,7 @@ class EngineOptions:
     """What the loop itself is told."""
 
     chunk_tokens: int
+    chunk_tokens_beside: int  # while others decode
     max_batch: int
     queue_max: int
     eos_token_ids: tuple[int, ...]
@@ -207,9 +208,10 @@ class Engine:
             assert seq is not None
             if request.purpose is not Purpose.RESUME and seq.position < request.limit:
                 self._chunk_request = request
-                self._chunk = self.runner.begin(
-                    seq, next_cut(seq, request.limit, self.options.chunk_tokens)
-                )
+                beside = bool(self.scheduler.in_state(State.DECODE))
+                options = self.options
+                size = options.chunk_tokens_beside if beside else options.chunk_tokens
+                self._chunk = self.runner.begin(seq, next_cut(seq, request.limit, size))
                 return True
             self.end(request, "length")  # nothing to compute
         return False

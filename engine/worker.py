@@ -129,7 +129,7 @@ def serve(channel: Channel, config: EngineConfig) -> None:
     if isinstance(engine.runner, DeviceRunner):
         warm(
             engine.runner,
-            config.chunk_tokens,
+            engine.options.chunk_tokens,
             lambda done, total: channel.send(LoadProgress(stage="kernels", done=done, total=total)),
         )
     channel.send(

@@ -317,7 +317,9 @@ class Rig:
         """Prefill in other chunks, not larger than the configured ones."""
         options = self.engine.options
         assert chunk_tokens <= options.chunk_tokens
-        self.engine.options = replace(options, chunk_tokens=chunk_tokens)
+        self.engine.options = replace(
+            options, chunk_tokens=chunk_tokens, chunk_tokens_beside=chunk_tokens
+        )
         try:
             yield
         finally:
