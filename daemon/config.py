@@ -108,7 +108,11 @@ class ServeConfig:
             "chunk_tokens max_batch queue_max max_tokens_default stream_credit_tokens keepalive_s "
             "client_stall_s drain_s probe_s stall_s sessions_max choices_max device_budget lease_s"
         )
-        checks += [(getattr(self, n) > 0, f"{n} must be positive") for n in positive.split()]
+        given = {name: getattr(self, name) for name in positive.split()}
+        checks += [
+            (value is None or value > 0, f"{name} must be positive")
+            for name, value in given.items()
+        ]
         for passed, message in checks:
             if not passed:
                 raise BadConfig(message)

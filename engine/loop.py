@@ -19,9 +19,10 @@ from dsv4_tierd.engine.runner import Chunk, Runner, next_cut
 from dsv4_tierd.engine.sampler import draw
 from dsv4_tierd.engine.scheduler import Scheduler
 from dsv4_tierd.engine.session import Session
+from dsv4_tierd.tiering.begin import StaleStart
 from dsv4_tierd.tiering.errors import HostPoolExhausted, TierError
 from dsv4_tierd.tiering.idle import IdleTails
-from dsv4_tierd.tiering.manager import StaleStart, TierManager
+from dsv4_tierd.tiering.manager import TierManager
 from dsv4_tierd.tiering.retention import Retention
 
 STORED_TAIL_DEADLINE_S = 10.0

@@ -21,6 +21,7 @@ import torch
 from dsv4_tierd.kernels.layout import PageLayout
 from dsv4_tierd.kernels.tail_layout import TailLayout
 from dsv4_tierd.tiering.admit import admit
+from dsv4_tierd.tiering.begin import Begin
 from dsv4_tierd.tiering.blocks import BLOCK_TOKENS, Transcript, chain_root
 from dsv4_tierd.tiering.coordinator import Coordinator
 from dsv4_tierd.tiering.errors import ExceedsCapacity, HostPoolExhausted, TierError, TransferFailed
@@ -39,10 +40,6 @@ from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, PrefixStore
 from dsv4_tierd.tiering.tails import Tail, TailPool, split_packed
 
 log = logging.getLogger("dsv4_tierd.tiering")
-
-
-class StaleStart(Exception):
-    """What a sequence was going to start from is gone; open it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +94,18 @@ class TierManager:
         self.evictor = Evictor(self.tree, self.mirror_pool, self.device_pool, self.points, self.c4)
         self.idle = IdleTails(self.tails, self.memory, self.c4, self.evictor, plan.idle_tail_bytes)
         self.coordinator = Coordinator(store, self.tree, self.memory, self.mirror_pool, self.points)
+        self.begin = Begin(
+            config.tail,
+            self.tree,
+            self.memory,
+            self.c4,
+            self.tails,
+            self.points,
+            self.evictor,
+            self.idle,
+            self.coordinator,
+            (self.mirror_pool, self.device_pool),
+        )
         self.running: list[Sequence] = []
         self.scratch_slot = self.tails.take()  # the prefill in progress writes its new tail here
 
@@ -230,135 +239,8 @@ class TierManager:
         return seq
 
     def ready(self, seq: Sequence) -> bool:
-        """Bring stored pages in; True once the sequence may compute.
-
-        Raises StaleStart if something the start relied on is gone: close and open again.
-        """
-        waiting = False
-        for node in seq.path:
-            if node.mirror != NO_PAGE:
-                continue
-            waiting = True
-            if not self.coordinator.in_flight(node, ObjectKind.PAGE):
-                paid = seq.reservation.mirror - (len(seq.mirror) - len(seq.path))
-                if not node.stored or not self.coordinator.up or paid <= 0:
-                    raise StaleStart
-                if self.coordinator.can_load:
-                    seq.reservation.mirror -= 1
-                    self.coordinator.load(node, ObjectKind.PAGE, self.evictor.take_mirror())
-            elif not self.coordinator.loading(node, ObjectKind.PAGE):
-                raise StaleStart  # late: it may still land, but not for us
-        if waiting or not self._point_ready(seq):
-            return False
-        if not seq.restoring:
-            self._restore(seq)
-        if seq.incoming is not None and not seq.incoming.query():
-            return False
-        return self._begin(seq)
-
-    def _point_ready(self, seq: Sequence) -> bool:
-        node = seq.start.point
-        if node is None or node.resume != NO_PAGE:
-            return True
-        if not self.coordinator.in_flight(node, ObjectKind.RESUME):
-            slot = self.points.take() if node.resume_stored and self.coordinator.up else None
-            if slot is None:
-                raise StaleStart
-            self.coordinator.load(node, ObjectKind.RESUME, slot)
-        elif not self.coordinator.loading(node, ObjectKind.RESUME):
-            raise StaleStart
-        return False
-
-    def _restore(self, seq: Sequence) -> None:
-        """Everything is in the mirror: start to fill the device pages that are missing."""
-        missing = [node for node in seq.path if node.device == NO_PAGE]
-        for node in missing:
-            seq.reservation.device -= 1
-            self.tree.set_device(node, self.evictor.take_device())
-        # Also with none missing: another sequence's copies of these pages may be under way.
-        seq.incoming = self.memory.restore_all(
-            [node.mirror for node in missing], [node.device for node in missing]
-        )
-        seq.restoring = True
-
-    def _begin(self, seq: Sequence) -> bool:
-        """Its pages are filled: fill the tail's slot."""
-        count = seq.page_count = len(seq.path)
-        seq.mirror[:count] = torch.tensor([node.mirror for node in seq.path], dtype=torch.int32)
-        seq.device[:count] = torch.tensor([node.device for node in seq.path], dtype=torch.int32)
-        if seq.tail is not None:
-            self._begin_from_tail(seq, seq.tail)
-        else:
-            seq.tail_slot = self._take_tail_slot()
-            if seq.start.point is not None:
-                point = self.points.slot(seq.start.point.resume)
-                self.config.tail.restore(point, seq.position, self.tails.slots[seq.tail_slot])
-            else:
-                self.tails.clear(seq.tail_slot)
-        seq.rolling_slot = self.points.take()  # last: it may evict the point just read
-        seq.tail_from = seq.page_start_entry
-        return True
-
-    def _begin_from_tail(self, seq: Sequence, tail: Tail) -> None:
-        if IdleTails.lost(tail):
-            raise StaleStart
-        if self.idle.adopt(tail):
-            assert tail.slot is not None
-            seq.tail_slot, seq.tail, seq.tail_dirty = tail.slot, None, True
-            if tail.mirror != NO_PAGE:
-                self._add_page(seq, tail.mirror, tail.device)
-                # The tail's own pages stand for one that was reserved.
-                self._unreserve(seq, 1)
-            return
-        packed = tail.packed if tail.slot is None else None
-        seq.tail_slot = self._take_tail_slot()  # may pack this very tail away
-        has_page = tail.position % BLOCK_TOKENS >= 4
-        if has_page:
-            self.extend(seq, tail.position)
-        if tail.slot is not None:
-            self._copy_tail(seq, tail)
-            return
-        packed = packed or tail.packed
-        if packed is None:
-            self.tails.free(seq.tail_slot)
-            seq.tail_slot = NO_PAGE
-            raise StaleStart
-        page = self.memory.blob(int(seq.mirror[seq.page_count - 1])) if has_page else None
-        try:
-            self.tails.unpack(packed, seq.tail_slot, page)
-        except TransferFailed as error:
-            log.warning("packed tail is not used, recomputing: %s", error)
-            self.tails.free(seq.tail_slot)
-            seq.tail_slot = NO_PAGE
-            self.idle.lose(tail)
-            raise StaleStart from error
-        if has_page:
-            mirror, device = (
-                int(seq.mirror[seq.page_count - 1]),
-                int(seq.device[seq.page_count - 1]),
-            )
-            self.memory.restore(mirror, device)
-            self.c4.load_tail(*self.idle.unfinished(seq.tail_slot, tail.position, mirror))
-        self.idle.release(tail)
-        seq.tail = None
-
-    def _copy_tail(self, seq: Sequence, tail: Tail) -> None:
-        """Begin from a tail that others still refer to: slot and unfinished page, on the device."""
-        assert tail.slot is not None
-        self.tails.slots[seq.tail_slot].copy_(self.tails.slots[tail.slot])
-        self.c4.copy_tail(tail.slot, seq.tail_slot)
-        if tail.mirror != NO_PAGE:
-            last = seq.page_count - 1
-            self.memory.duplicate(
-                (tail.mirror, tail.device), (int(seq.mirror[last]), int(seq.device[last]))
-            )
-        self.idle.release(tail)
-        seq.tail, seq.tail_dirty = None, True
-
-    def _take_tail_slot(self) -> int:
-        while not self.tails.free_count:
-            assert self.idle.spill_slot(), "more running sequences than tail slots"
-        return self.tails.take()
+        """Bring in what the sequence lacks; True once it may compute. See Begin."""
+        return self.begin.ready(seq)
 
     # ------------------------------------------------------------ stored tails
     def fetch_tail(self, tenant: str, digest: bytes, size: int) -> Future[bytes] | None:
@@ -385,10 +267,7 @@ class TierManager:
     # ------------------------------------------------------------ running
     def extend(self, seq: Sequence, upto: int) -> None:
         """Give the sequence pages for its tokens up to ``upto``, out of its reservation."""
-        while seq.page_count * BLOCK_TOKENS < upto:
-            seq.reservation.mirror -= 1
-            seq.reservation.device -= 1
-            self._add_page(seq, self.evictor.take_mirror(), self.evictor.take_device())
+        self.begin.extend(seq, upto)
 
     def flush_tail(self, seq: Sequence) -> None:
         """Before a prefill: the mirror page gets the rows of the unfinished page."""
@@ -457,16 +336,6 @@ class TierManager:
             self.points.publish(seq.rolling_slot, node)
             self.coordinator.queue(node, ObjectKind.RESUME, seq.write_policy)
             seq.rolling_slot = self.points.take()
-
-    def _add_page(self, seq: Sequence, mirror: int, device: int) -> None:
-        seq.mirror[seq.page_count], seq.device[seq.page_count] = mirror, device
-        seq.page_count += 1
-
-    def _unreserve(self, seq: Sequence, pages: int) -> None:
-        seq.reservation.mirror -= pages
-        seq.reservation.device -= pages
-        self.mirror_pool.unreserve(pages)
-        self.device_pool.unreserve(pages)
 
     # ------------------------------------------------------------ closing
     def close(self, seq: Sequence, keep_tail: bool = True) -> Tail | None:

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dsv4_tierd.tiering import coordinator as coordinator_module
+from dsv4_tierd.tiering.begin import StaleStart
 from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
 from dsv4_tierd.tiering.check import check, check_idle
 from dsv4_tierd.tiering.errors import HostPoolExhausted, NotPinned, PinBudgetExhausted, TierError
-from dsv4_tierd.tiering.manager import StaleStart, TierManager
+from dsv4_tierd.tiering.manager import TierManager
 from dsv4_tierd.tiering.retention import Retention, Suspension
 from hostile_store import Clock, HostileStore, ManualExecutor
 from tiny_tiers import Actor, Puppet, page_bytes, prefix_states, tiny_plan, tiny_tiers

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from dsv4_tierd.tiering import coordinator as coordinator_module
+from dsv4_tierd.tiering.begin import StaleStart
 from dsv4_tierd.tiering.check import check, check_idle
 from dsv4_tierd.tiering.coordinator import StoreLimits
-from dsv4_tierd.tiering.manager import StaleStart, TierManager
+from dsv4_tierd.tiering.manager import TierManager
 from dsv4_tierd.tiering.radix import NO_PAGE
 from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind
 from hostile_store import Clock, HostileStore, ManualExecutor

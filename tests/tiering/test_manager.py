@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dsv4_tierd.tiering.begin import StaleStart
 from dsv4_tierd.tiering.check import check, check_idle
-from dsv4_tierd.tiering.manager import StaleStart
 from dsv4_tierd.tiering.radix import NO_PAGE
 from tiny_tiers import Actor, Puppet, prefix_states, tiny_plan, tiny_tiers
 
