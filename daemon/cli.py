@@ -136,23 +136,21 @@ def drain(url: Url = None, api_key: ApiKey = None, as_json: AsJson = False) -> N
 
 @app.command()
 def doctor(
-    store: Annotated[
-        str, typer.Option(envvar="DSV4_TIERD_STORE", help="Look at this store, too.")
-    ] = "none",
-    store_budget: Annotated[
-        str, typer.Option(envvar="DSV4_TIERD_STORE_BUDGET", help="As serve gets it.")
-    ] = "64GiB",
+    store: Annotated[str | None, typer.Option(help="Look at this store, too.")] = None,
+    store_budget: Annotated[str | None, typer.Option(help="64GiB")] = None,
+    config: Annotated[Path | None, typer.Option(help="The file that serve gets.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What this machine has, and what each lack costs."""
+    """What this machine and the configured store have, and what each lack costs."""
+    from dsv4_tierd.daemon.config import BadConfig, load_config
     from dsv4_tierd.daemon.doctor import examine
-    from dsv4_tierd.tiering.errors import InvalidRequest
-    from dsv4_tierd.tiering.units import parse_bytes
 
+    flags = {"model": "any", "store": store, "store_budget": store_budget}
     try:
-        found = examine(store, parse_bytes(store_budget))
-    except (InvalidRequest, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
+        settings = load_config(flags, config)
+    except BadConfig as error:
+        raise typer.BadParameter(error.message) from error
+    found = examine(settings.store, settings.store_budget)
 
     def draw(_: Any) -> Table:
         table = Table("check", "found", "what its lack costs")

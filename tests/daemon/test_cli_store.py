@@ -189,6 +189,10 @@ def test_the_doctor_looks_at_the_store(tmp_path: Path) -> None:
     [check] = doctor("--store", f"disk:{tmp_path}", "--store-budget", "9000TiB")[1]
     assert not check["good"]
     assert doctor("--store", 'lmcache:{"type": "fs_native"}')[1][0]["name"] == "LMCache"
+    config = tmp_path / "c.toml"
+    config.write_text(f'store = "{away}"\nport = 1\n')
+    [check] = doctor("--config", str(config))[1]
+    assert check["name"] == "Redis"
     assert doctor() == (0, [])
     assert doctor("--store", "s3:x")[0] == 2
     assert doctor("--store", "none", "--store-budget", "much")[0] == 2
