@@ -1,0 +1,147 @@
+"""Device pages that fill late, and in any order that streams allow, never show in an answer.
+
+A copier stands in for the copy stream: a copy's bytes land when somebody waits for it or has asked
+often enough, never before; until then its target holds NaN.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_tierd.engine import messages as m
+from dsv4_tierd.kernels.ref.page_copy import copy_pages
+from small_models import text
+from world import World
+
+
+class LateCopier:
+    """Copies land in order, each after ``draw`` queries of its event."""
+
+    def __init__(self, draw: random.Random, most: int) -> None:
+        self.draw, self.most = draw, most
+        self.waiting: deque[LateCopy] = deque()
+        self.early_reads = 0
+
+    def copy(
+        self,
+        dst: Tensor,
+        dst_ids: Sequence[int],
+        src: Tensor,
+        src_ids: Sequence[int],
+        columns: slice = slice(None),
+    ) -> LateCopy:
+        """As PageCopier's, but late."""
+        for page in dst_ids:
+            dst[page].fill_(0xFF)  # NaN in every format
+        move = (dst[:, columns], torch.tensor(dst_ids), src[:, columns], torch.tensor(src_ids))
+        late = LateCopy(self, move, self.draw.randrange(self.most + 1))
+        self.waiting.append(late)
+        return late
+
+
+class LateCopy:
+    """What stands for the event."""
+
+    def __init__(self, copier: LateCopier, move: tuple[Tensor, ...], queries: int) -> None:
+        self.copier, self.move, self.queries = copier, move, queries
+        self.done = False
+
+    def query(self) -> bool:
+        """Whether the bytes are there; asking brings them nearer."""
+        self.queries -= 1
+        if self.queries < 0:
+            self.synchronize()
+        return self.done
+
+    def synchronize(self) -> None:
+        """Everything queued up to here lands, in order."""
+        while not self.done:
+            first = self.copier.waiting.popleft()
+            dst, dst_ids, src, src_ids = first.move
+            if len(dst_ids):
+                copy_pages(dst, dst_ids, src, src_ids)
+            first.done = True
+
+
+def _late(model, seed: int, most: int = 6, **settings: object) -> World:  # type: ignore[no-untyped-def]
+    world: World = model.world(max_batch=3, **settings)
+    world.tiers.memory._copier = LateCopier(random.Random(seed), most)  # type: ignore[assignment]
+    return world
+
+
+def _evict_all(world: World) -> None:
+    for node in list(world.tiers.tree.nodes.values())[::-1]:
+        if node.device >= 0 and not node.refs and not node.device_children:
+            world.tiers.evictor.evict_device(node)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_late_pages_never_show(models, seed: int) -> None:
+    """Several sessions on one prefix, restored at once, some given up midway: answers as ever."""
+    model, draw = models("SHC", 16), random.Random(seed)
+    prompts = [text(1, 1024) + text(10 + i, 40 + 60 * i) for i in range(4)]
+    plain: World = model.world(max_batch=3)
+    expected = [plain.generate(plain.open(), prompt, 4).token_ids for prompt in prompts]
+    world = _late(model, seed)
+    world.generate(world.open(), prompts[0], 1)
+    for _ in range(6):
+        world.run()
+        _evict_all(world)
+        chosen = draw.sample(range(4), 3)
+        names = [world.submit(world.open(), prompts[i], 4) for i in chosen]
+        given_up = draw.choice([None, *names])
+        for _ in range(draw.randrange(1, 9)):
+            world.step()
+        if given_up is not None:
+            world.verbs.handle(m.Cancel(request_id=given_up))
+        for name, i in zip(names, chosen, strict=True):
+            (answer,) = world.run(name)
+            assert answer.failed is None
+            if name == given_up:
+                assert answer.token_ids == expected[i][: len(answer.token_ids)]
+            else:
+                assert answer.token_ids == expected[i]
+    world.settle()
+
+
+def test_a_sequence_waits_for_the_copies_of_another(models) -> None:
+    """Pages that one session is still restoring are not there for the next one either."""
+    model = models("SHC", 16)
+    prompt = text(1, 1100)
+    world = _late(model, 0, most=0)
+    first = world.open()
+    expected = world.generate(first, prompt, 4).token_ids
+    _evict_all(world)
+    copier = world.tiers.memory._copier
+    copier.most = 40
+    one = world.submit(world.open(), prompt, 4)
+    world.step()
+    two = world.submit(world.open(), prompt + text(2, 5), 1)
+    world.step()
+    assert len(copier.waiting) >= 1
+    answers = world.run(one, two)
+    assert answers[0].token_ids == expected
+
+
+def test_a_page_of_a_cancelled_restore_is_not_written_later(models) -> None:
+    """Giving up waits for the copies under way: whoever gets the page next owns its bytes."""
+    model = models("SHC", 16)
+    world = _late(model, 0, most=0)
+    world.generate(world.open(), text(1, 1100), 1)
+    _evict_all(world)
+    copier = world.tiers.memory._copier
+    copier.most = 1_000
+    copier.draw = random.Random(3)
+    name = world.submit(world.open(), text(1, 1100), 1)
+    world.step()
+    assert copier.waiting
+    world.verbs.handle(m.Cancel(request_id=name))
+    assert not copier.waiting
+    world.run(name)
+    world.settle()
