@@ -2,7 +2,8 @@
 
 One token: two launches, rows times a vector. More: pairs of (token, expert) are grouped into
 tiles on the device, so that each chosen expert's weights are read once for a tile, and nothing
-depends on the host. A token's sum is in the order of its picks, whatever its neighbours chose.
+depends on the host. Prefill chunks: experts_wide.py. A token's sum is in the order of its picks,
+whatever its neighbours chose.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from dsv4_tierd.kernels.experts_triton import (
     sum_kernel,
     up_kernel,
 )
-from dsv4_tierd.kernels.linear import Vectors
+from dsv4_tierd.kernels.experts_wide import experts_wide, is_wide
+from dsv4_tierd.kernels.linear import vector_shape
 from dsv4_tierd.kernels.ref import experts as ref
 from dsv4_tierd.kernels.ref.experts import Experts
 from dsv4_tierd.kernels.step_triton import WEIGHT_CODE, launch_order, output, weight_arguments
@@ -30,7 +32,6 @@ from dsv4_tierd.kernels.weight import WeightKind
 __all__ = ["ExpertScratch", "Experts", "expert_scratch", "experts"]
 
 _PRECISE_TOKENS_MAX = 128
-_ONE_STAGES = 4
 # Rows, stages and warps of a tile of 128 pairs, and of fewer.
 _WIDE, _NARROW = (128, 3, 8), (64, 3, 4)
 
@@ -88,7 +89,9 @@ def experts(
     _check(x, ids, shares, routed, shared)
     if not runs_kernels(x.device):
         return out.copy_(ref.experts(x, ids, shares, routed, shared, limit, out.dtype))
-    if tokens:
+    if tokens > _PRECISE_TOKENS_MAX and is_wide(tokens, ids.shape[1], routed):
+        experts_wide(x, ids, shares, routed, shared, limit, out)
+    elif tokens:
         if held is None:
             held = expert_scratch(tokens, ids.shape[1], routed, x.device)
         run = _one if tokens == 1 else _many
@@ -142,36 +145,13 @@ def _one(
     up, down = _pointers(routed, shared)
     constants, order = _constants(ids, routed, shared), launch_order(x.device)
     places = ids.shape[1] + (shared is not None)
-    shape = Vectors.of(routed.w13, inner, 2 * places, 1)
-    one_up_kernel[(triton.cdiv(inner, shape.rows), places)](
-        x,
-        ids,
-        shares,
-        *up,
-        held.hidden,
-        number,
-        ROWS=shape.rows,
-        BN=max(1, shape.step // 2),
-        BK=shape.columns,
-        LIMIT=limit,
-        STAGES=_ONE_STAGES,
-        num_warps=4,
-        **constants,
-        **order,
+    shape = vector_shape(routed.w13, inner * places, 2)
+    one_up_kernel[(triton.cdiv(inner, shape["BN"]), places)](
+        x, ids, shares, *up, held.hidden, number, LIMIT=limit, **shape, **constants, **order
     )
-    shape = Vectors.of(routed.w2, dim, 1, 1)
-    one_down_kernel[(triton.cdiv(dim, shape.step),)](
-        held.hidden,
-        ids,
-        *down,
-        out,
-        number,
-        BN=shape.step,
-        BK=shape.columns,
-        STAGES=_ONE_STAGES,
-        num_warps=4,
-        **constants,
-        **order,
+    shape = vector_shape(routed.w2, dim)
+    one_down_kernel[(triton.cdiv(dim, shape["BN"]),)](
+        held.hidden, ids, *down, out, number, **shape, **constants, **order
     )
 
 
@@ -199,9 +179,11 @@ def _many(
         tokens * k,
         number,
         tiles,
+        0,
         BUCKETS=triton.next_power_of_2(number + 1),
         CHUNK=min(1024, max(16, triton.next_power_of_2(tokens * k))),
         BT=block_t,
+        ENDS=False,
         num_warps=4,
         **order,
     )

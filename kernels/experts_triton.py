@@ -12,13 +12,15 @@ from __future__ import annotations
 from dsv4_tierd.kernels.linear_triton import (
     W_FP4,
     W_FP8,
+    WARPS,
+    chunk_scales,
     dot_tile,
     gemv_sums,
     group_rows,
     group_vector,
-    load_rows,
-    load_scales,
+    load_chunk,
     load_vector,
+    put_rows,
 )
 from dsv4_tierd.kernels.step_triton import announce, fetch_ahead, follow
 from dsv4_tierd.kernels.triton_rows import tl, triton
@@ -36,7 +38,8 @@ def _matrix(w_ptr, s_ptr, number, N: tl.constexpr, K: tl.constexpr, KIND: tl.con
 
 
 @triton.jit
-def _swiglu(gate, up, LIMIT: tl.constexpr):
+def swiglu(gate, up, LIMIT: tl.constexpr):
+    """silu(min(gate, LIMIT)) * clip(up, -LIMIT, LIMIT); 0 is no limit; NaN stays."""
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -45,36 +48,38 @@ def _swiglu(gate, up, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def _dot_rows(
+    acc, w_ptr, s_ptr, x_ptr, rows, there, start, K: tl.constexpr, KIND: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """acc plus weight rows times a vector, values start .. start+BK, by groups."""
+    w = load_chunk(w_ptr, rows, there, start, K, KIND, BK, EVEN)
+    scales = chunk_scales(s_ptr, rows, there, start, K, KIND, BN, BK)
+    x = group_vector(load_vector(x_ptr, start, K, BK), KIND, BK)
+    return acc + gemv_sums(group_rows(w, KIND, BN, BK), scales, x, KIND)
+
+
+@triton.jit
 def _up_rows(
     w_ptr, s_ptr, x_ptr, number, share, hidden_ptr, first, I: tl.constexpr, D: tl.constexpr,
-    KIND: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    LIMIT: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UNROLL: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """ROWS hidden values of one expert for one token."""
+    """BN hidden values of one expert for one token."""
     w1, s1 = _matrix(w_ptr, s_ptr, 2 * number, I, D, KIND)
     w3, s3 = _matrix(w_ptr, s_ptr, 2 * number + 1, I, D, KIND)
-    FIXED: tl.constexpr = KIND if KIND == W_FP8 else 0
-    lead = first + tl.arange(0, BN)
-    gate_scales = load_scales(s1, lead, lead < I, 0, D, FIXED, BK)
-    up_scales = load_scales(s3, lead, lead < I, 0, D, FIXED, BK)
-    x = load_vector(x_ptr, D, BK, KIND)
-    gate_x = group_vector(x, gate_scales, KIND, BK)
-    up_x = group_vector(x, up_scales, KIND, BK)
-    for inside in tl.range(0, ROWS, BN, num_stages=STAGES):
-        rows = (first + inside + tl.arange(0, BN)).to(tl.int64)
-        there = rows < I
-        w_gate = load_rows(w1, rows, there, 0, D, KIND, BK)
-        w_up = load_rows(w3, rows, there, 0, D, KIND, BK)
-        if KIND == W_FP4:
-            gate_by_row = load_scales(s1, rows, there, 0, D, KIND, BK)
-            up_by_row = load_scales(s3, rows, there, 0, D, KIND, BK)
-        else:
-            gate_by_row = gate_scales
-            up_by_row = up_scales
-        gate = gemv_sums(group_rows(w_gate, KIND, BN, BK), gate_by_row, gate_x, KIND)
-        up = gemv_sums(group_rows(w_up, KIND, BN, BK), up_by_row, up_x, KIND)
-        hidden = share * _swiglu(tl.sum(gate, 1), tl.sum(up, 1), LIMIT)
-        tl.store(hidden_ptr + rows, hidden.to(tl.bfloat16), mask=there)
+    rows = (first + tl.arange(0, BN)).to(tl.int64)
+    there = rows < I
+    EVEN: tl.constexpr = I % BN == 0 and D % (BK * UNROLL) == 0
+    gate = tl.zeros((BN // WARPS, WARPS, 32), tl.float32)
+    up = tl.zeros((BN // WARPS, WARPS, 32), tl.float32)
+    for chunk in range(0, D, BK * UNROLL):
+        for part in tl.static_range(UNROLL):
+            start = chunk + part * BK
+            gate = _dot_rows(gate, w1, s1, x_ptr, rows, there, start, D, KIND, BN, BK, EVEN)
+            up = _dot_rows(up, w3, s3, x_ptr, rows, there, start, D, KIND, BN, BK, EVEN)
+    hidden = share * swiglu(tl.sum(gate, 2), tl.sum(up, 2), LIMIT)
+    put_rows(hidden_ptr, first, hidden, I, BN)
 
 
 @triton.jit
@@ -93,31 +98,30 @@ def one_up_kernel(
     D: tl.constexpr,
     KIND: tl.constexpr,
     SHARED: tl.constexpr,
-    ROWS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    UNROLL: tl.constexpr,
     LIMIT: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token: ROWS hidden values of one of its experts a program. SHARED: its kind, or -1."""
+    """One token: BN hidden values of one of its experts a program. SHARED: its kind, or -1."""
     announce(PDL)
     # The shared expert comes first: its weights do not wait for the choice.
     place = tl.program_id(1) - (1 if SHARED >= 0 else 0)
-    first = tl.program_id(0) * ROWS
+    first = tl.program_id(0) * BN
     if place < 0:
         begin = shared_w_ptr.to(tl.int64)
         BYTES: tl.constexpr = D // 2 if SHARED == W_FP4 else D
-        FETCH: tl.constexpr = ROWS * BK if SHARED != W_FP4 else ROWS * BK // 2
+        FETCH: tl.constexpr = triton.next_power_of_2(BN * BYTES)
         at = begin + first.to(tl.int64) * BYTES
-        fetch_ahead(at, ROWS * BYTES, FETCH, begin + (I * BYTES - 128), PDL)
-        fetch_ahead(at + I * BYTES, ROWS * BYTES, FETCH, begin + (2 * I * BYTES - 128), PDL)
+        fetch_ahead(at, BN * BYTES, FETCH, begin + (I * BYTES - 128), PDL)
+        fetch_ahead(at + I * BYTES, BN * BYTES, FETCH, begin + (2 * I * BYTES - 128), PDL)
         follow(PDL)
         if SHARED >= 0:
             zero = tl.zeros((), tl.int64)
             _up_rows(
                 shared_w_ptr, shared_s_ptr, x_ptr, zero, 1.0, hidden_ptr + PICKS * I, first, I, D,
-                SHARED, ROWS, BN, BK, LIMIT, STAGES,
+                SHARED, BN, BK, UNROLL, LIMIT,
             )  # fmt: skip
     else:
         follow(PDL)
@@ -126,7 +130,7 @@ def one_up_kernel(
             share = tl.load(shares_ptr + place)
             _up_rows(
                 w_ptr, s_ptr, x_ptr, number, share, hidden_ptr + place * I, first, I, D, KIND,
-                ROWS, BN, BK, LIMIT, STAGES,
+                BN, BK, UNROLL, LIMIT,
             )  # fmt: skip
 
 
@@ -147,7 +151,7 @@ def one_down_kernel(
     SHARED: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One token: BN outputs a program, over all of its experts in their order."""
@@ -155,43 +159,33 @@ def one_down_kernel(
     first = tl.program_id(0) * BN
     rows = (first + tl.arange(0, BN)).to(tl.int64)
     there = rows < D
-    K2: tl.constexpr = triton.next_power_of_2(PICKS)
-    place = tl.arange(0, K2)
+    EVEN: tl.constexpr = D % BN == 0 and I % (BK * UNROLL) == 0
     if SHARED >= 0:
         begin = shared_w_ptr.to(tl.int64)
         BYTES: tl.constexpr = I // 2 if SHARED == W_FP4 else I
-        FETCH: tl.constexpr = BN * BK if SHARED != W_FP4 else BN * BK // 2
+        FETCH: tl.constexpr = triton.next_power_of_2(BN * BYTES)
         at = begin + first.to(tl.int64) * BYTES
         fetch_ahead(at, BN * BYTES, FETCH, begin + (D * BYTES - 128), PDL)
     follow(PDL)
-    ids = tl.load(ids_ptr + place, mask=place < PICKS, other=-1).to(tl.int64)
-    # Where each pick's weights and scales stand; the absent ones are read nowhere.
-    y = tl.zeros((BN,), tl.float32)
-    number = tl.sum(tl.where(place == 0, ids, 0), 0)
-    chosen = tl.where((number >= 0) & (number < experts), D, 0)
-    w, s = _matrix(w_ptr, s_ptr, tl.where(chosen > 0, number, 0), D, I, KIND)
-    scales = load_scales(s, rows, rows < chosen, 0, I, KIND, BK)
-    value = tl.arange(0, BK)
-    for pick in tl.range(0, PICKS, num_stages=STAGES):
-        tile = load_rows(w, rows, rows < chosen, 0, I, KIND, BK)
-        here = value < tl.where(chosen > 0, I, 0)
-        x = tl.load(hidden_ptr + pick * I + value, mask=here, other=0.0).to(tl.float32)
-        current = scales
-        # The next pick's scales are asked for one turn ahead.
-        number = tl.sum(tl.where(place == pick + 1, ids, 0), 0)
-        known = (number >= 0) & (number < experts) & (pick + 1 < PICKS)
-        chosen = tl.where(known, D, 0)
-        w, s = _matrix(w_ptr, s_ptr, tl.where(known, number, 0), D, I, KIND)
-        scales = load_scales(s, rows, rows < chosen, 0, I, KIND, BK)
-        x = group_vector(x, current, KIND, BK)
-        y += tl.sum(gemv_sums(group_rows(tile, KIND, BN, BK), current, x, KIND), 1)
+    acc = tl.zeros((BN // WARPS, WARPS, 32), tl.float32)
+    for pick in range(PICKS):
+        number = tl.load(ids_ptr + pick).to(tl.int64)
+        if (number >= 0) & (number < experts):
+            w, s = _matrix(w_ptr, s_ptr, number, D, I, KIND)
+            x = hidden_ptr + pick * I
+            for chunk in range(0, I, BK * UNROLL):
+                for part in tl.static_range(UNROLL):
+                    start = chunk + part * BK
+                    acc = _dot_rows(acc, w, s, x, rows, there, start, I, KIND, BN, BK, EVEN)
     if SHARED >= 0:
-        tile = load_rows(shared_w_ptr, rows, there, 0, I, SHARED, BK)
-        scales = load_scales(shared_s_ptr, rows, there, 0, I, SHARED, BK)
-        x = load_vector(hidden_ptr + PICKS * I, I, BK, SHARED)
-        x = group_vector(x, scales, SHARED, BK)
-        y += tl.sum(gemv_sums(group_rows(tile, SHARED, BN, BK), scales, x, SHARED), 1)
-    tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=there)
+        x = hidden_ptr + PICKS * I
+        for chunk in range(0, I, BK * UNROLL):
+            for part in tl.static_range(UNROLL):
+                start = chunk + part * BK
+                acc = _dot_rows(
+                    acc, shared_w_ptr, shared_s_ptr, x, rows, there, start, I, SHARED, BN, BK, EVEN
+                )
+    put_rows(out_ptr, first, tl.sum(acc, 2), D, BN)
 
 
 @triton.jit
@@ -204,14 +198,18 @@ def plan_kernel(
     pairs,
     experts,
     tiles,
+    beside,
     BUCKETS: tl.constexpr,
     CHUNK: tl.constexpr,
     BT: tl.constexpr,
+    ENDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Pairs in the order of their experts, then of their numbers; tiles of BT of them.
 
     Program e writes expert e's pairs and tiles; program ``experts`` marks unused tiles (-1).
+    With ENDS there are no tiles: tile_first is each pair's place in the order, tile_end where
+    each expert's pairs end, then where ``beside`` more rows do.
     """
     announce(PDL)
     expert = tl.program_id(0)
@@ -229,20 +227,28 @@ def plan_kernel(
     own = tl.sum(tl.where(bucket == expert, counts, 0), 0)
     tile = tl.sum(tl.where(before, (counts + BT - 1) // BT, 0), 0)
     if expert == experts:
-        for unused in range(tile, tiles):
-            tl.store(tile_expert_ptr + unused, -1)
+        if ENDS:
+            tl.store(tile_end_ptr + experts, first + beside)
+        else:
+            for unused in range(tile, tiles):
+                tl.store(tile_expert_ptr + unused, -1)
     else:
         placed = first
         for start in range(0, pairs, CHUNK):
             at = start + tl.arange(0, CHUNK)
             mine = tl.load(ids_ptr + at, mask=at < pairs, other=-1) == expert
-            rank = tl.cumsum(mine.to(tl.int32), 0)
-            tl.store(order_ptr + placed + rank - 1, at, mask=mine)
+            rank = placed + tl.cumsum(mine.to(tl.int32), 0) - 1
+            tl.store(order_ptr + rank, at, mask=mine)
+            if ENDS:
+                tl.store(tile_first_ptr + at, rank, mask=mine)
             placed += tl.sum(mine.to(tl.int32), 0)
-        for part in range((own + BT - 1) // BT):
-            tl.store(tile_expert_ptr + tile + part, expert)
-            tl.store(tile_first_ptr + tile + part, first + part * BT)
-            tl.store(tile_end_ptr + tile + part, first + own)
+        if ENDS:
+            tl.store(tile_end_ptr + expert, placed)
+        else:
+            for part in range((own + BT - 1) // BT):
+                tl.store(tile_expert_ptr + tile + part, expert)
+                tl.store(tile_first_ptr + tile + part, first + part * BT)
+                tl.store(tile_end_ptr + tile + part, first + own)
 
 
 @triton.jit
@@ -258,7 +264,7 @@ def _up_tile(
     for start in tl.range(0, D, 128, num_stages=STAGES):
         gate = dot_tile(w1, s1, rows, there, x_ptr, x_rows, present, start, gate, D, KIND, BN, 128)
         up = dot_tile(w3, s3, rows, there, x_ptr, x_rows, present, start, up, D, KIND, BN, 128)
-    return _swiglu(gate, up, LIMIT)
+    return swiglu(gate, up, LIMIT)
 
 
 @triton.jit

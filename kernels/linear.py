@@ -24,9 +24,11 @@ DOT_TOKENS_MAX = 128
 _TARGET_PROGRAMS = (
     264  # two a multiprocessor of an H200; fixed, so that bits do not follow the card
 )
-_TILE_BYTES = 16 << 10
-_STAGES = 4
-_DOT_ROWS, _DOT_ROWS_FEW, _DOT_STAGES = 64, 32, 4
+_VECTOR_PROGRAMS = 500
+_LOADS = 16  # in flight a thread
+_WARPS = 4
+_DOT_ROWS, _DOT_ROWS_FEW, _DOT_STAGES = 64, 64, 4
+_DOT_BYTES = 100 << 10  # of shared memory: two programs a multiprocessor
 GEMV_TOKENS_MAX = 4
 
 
@@ -72,7 +74,7 @@ def linear(
     tokens = x.shape[0]
     if not tokens:
         return out
-    vectors = tokens <= (1 if weight.kind is WeightKind.FP4 else GEMV_TOKENS_MAX)
+    vectors = tokens <= GEMV_TOKENS_MAX
     if norm is not None and not vectors:
         x, norm = rms_norm(x, norm, eps, dtype=_operand(weight)), None
     wide = x if grouped else x.unsqueeze(1)
@@ -95,42 +97,23 @@ def _operand(weight: Weight) -> torch.dtype:
     return torch.float32 if weight.kind is WeightKind.FP32 else torch.bfloat16
 
 
-@dataclass(frozen=True, slots=True)
-class Vectors:
-    """How rows times vectors are launched: ``rows`` a program, ``step`` at a time, ``stages``."""
-
-    rows: int
-    step: int
-    columns: int
-    row_bytes: int
-    warps: int
-    stages: int
-
-    @classmethod
-    def of(cls, weight: Weight, rows: int, stacked: int, tokens: int) -> Vectors:
-        """For ``stacked`` matrices of ``rows`` rows each in one launch."""
-        columns = triton.next_power_of_2(max(64, weight.shape[-1]))
-        row_bytes = weight.values.shape[-1] * weight.values.element_size()
-        tile = columns * row_bytes // weight.shape[-1]
-        step = max(1, min(16, (_TILE_BYTES >> (tokens > 1)) // tile))
-        span = 128
-        while span > max(4, step) and rows * stacked // span < _TARGET_PROGRAMS:
-            span //= 2
-        warps = 4 if columns * tokens <= 8192 else 8
-        return cls(span, min(step, span), columns, row_bytes, warps, _STAGES)
-
-    def constants(self) -> dict[str, int]:
-        """Keywords of a launch."""
-        fetch = triton.next_power_of_2(max(128, self.rows * self.row_bytes))
-        shape = {"ROWS": self.rows, "BN": self.step, "BK": self.columns}
-        return {**shape, "ROW_BYTES": self.row_bytes, "FETCH": fetch, "STAGES": self.stages}
+def vector_shape(weight: Weight, rows: int, tiles: int = 1) -> dict[str, int]:
+    """Constants of a launch of rows times vectors; ``rows`` in all, ``tiles`` a program."""
+    step = 4 * _WARPS
+    while step > _WARPS and rows // step < _VECTOR_PROGRAMS:
+        step //= 2
+    chunk = 128 if weight.kind is WeightKind.FP32 else 256
+    unroll = max(1, _LOADS * _WARPS // (step * tiles))
+    unroll = min(unroll, triton.next_power_of_2(triton.cdiv(weight.shape[-1], chunk)))
+    return {"BN": step, "BK": chunk, "UNROLL": unroll, "num_warps": _WARPS}
 
 
 def _gemv(call: _Call, norm: Tensor | None, eps: float) -> None:
     values, scales = weight_arguments(call.weight)
     tokens, groups = call.x.shape[:2]
-    shape = Vectors.of(call.weight, call.rows, groups, tokens)
-    gemv_kernel[(triton.cdiv(call.rows, shape.rows), groups)](
+    shape = vector_shape(call.weight, call.rows * groups)
+    row_bytes = values.shape[-1] * values.element_size()
+    gemv_kernel[(triton.cdiv(call.rows, shape["BN"]), groups)](
         call.x,
         call.x.stride(0),
         call.x.stride(1),
@@ -147,8 +130,10 @@ def _gemv(call: _Call, norm: Tensor | None, eps: float) -> None:
         KIND=WEIGHT_CODE[call.weight.kind],
         NORM=norm is not None,
         TOKENS=tokens,
-        num_warps=shape.warps,
-        **shape.constants(),
+        EVEN=call.rows % shape["BN"] == 0 and call.columns % (shape["BK"] * shape["UNROLL"]) == 0,
+        ROW_BYTES=row_bytes,
+        FETCH=triton.next_power_of_2(max(128, shape["BN"] * row_bytes)),
+        **shape,
         **launch_order(call.x.device),
     )
 
@@ -160,6 +145,7 @@ def _dot(call: _Call, held: Scratch | None) -> None:
     tiles_t = triton.cdiv(tokens, block_t)
     block_n = _DOT_ROWS if block_t > 16 else _DOT_ROWS_FEW
     tiles = triton.cdiv(call.rows, block_n) * groups * tiles_t
+    width = 2 if call.weight.kind is WeightKind.BF16 else 1
     splits = 1
     while splits < 8 and tiles * splits < _TARGET_PROGRAMS and call.columns // splits >= 1024:
         splits *= 2
@@ -188,7 +174,7 @@ def _dot(call: _Call, held: Scratch | None) -> None:
         BN=block_n,
         BK=128,
         BT=block_t,
-        STAGES=_DOT_STAGES,
+        STAGES=max(2, min(_DOT_STAGES, _DOT_BYTES // (256 * (block_n * width + 2 * block_t)))),
         num_warps=4,
         **launch_order(call.x.device),
     )

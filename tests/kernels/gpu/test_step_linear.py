@@ -36,7 +36,7 @@ def held(poison: Poison) -> Scratch:
 
 
 @pytest.mark.parametrize("kind", list(WeightKind))
-@pytest.mark.parametrize("tokens", [0, 1, 2, 16, 17, 64, 100, 129])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 4, 5, 17, 64, 100, 129])
 @pytest.mark.parametrize("shape", [(1536, 4096), (1000, 1056), (40, 8192)])
 def test_linear(
     kind: WeightKind, tokens: int, shape: tuple[int, int], held: Scratch, poison: Poison
@@ -75,7 +75,7 @@ def test_every_code_and_scale(tokens: int, held: Scratch) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(128, 1)
     x = torch.zeros(tokens, 256, device=DEVICE)
     x[:, ::3] = 1.0
-    for byte in (0, 1, 127, 250, 255):
+    for byte in (0, 1, 127, 230, 255):
         scale = torch.full((1, 2), byte, dtype=torch.uint8, device=DEVICE)
         clean = torch.where(codes & 127 == 127, codes & 128, codes)
         w = Weight(clean.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu))

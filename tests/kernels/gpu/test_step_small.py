@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4_tierd.kernels import hyper
 from dsv4_tierd.kernels.index_scores import Queries, encode_queries
-from dsv4_tierd.kernels.queries import index_queries, rotate_queries
+from dsv4_tierd.kernels.queries import index_queries, layer_queries, rotate_queries
 from dsv4_tierd.kernels.ref import hyper as ref_hyper
 from dsv4_tierd.kernels.ref import queries as ref_queries
 from dsv4_tierd.kernels.ref import rms_norm as ref_norm
@@ -65,6 +65,10 @@ def test_queries(tokens: int, poison: Poison) -> None:
     codes = torch.empty(tokens, 64, 128, dtype=torch.float8_e4m3fn, device=DEVICE)
     out = Queries(poison(codes), poison(torch.empty(tokens, 64, device=DEVICE)))
     index_queries(qi, g, 0.01, at, freq, out=out)
+    both_q, both_index = layer_queries(q, qi, g, 1e-6, 0.01, at, freq)
+    assert error(both_q, want) < STORED
+    assert torch.equal(both_index.codes.view(torch.uint8), out.codes.view(torch.uint8))
+    assert torch.equal(both_index.gates, out.gates)
     right = encode_queries(*ref_queries.index_queries(qi, g, 0.01, at, freq))
     assert error(out.gates, right.gates) < EXACT
     if tokens:
@@ -96,8 +100,8 @@ def test_hyper(tokens: int, dtype: torch.dtype, dim: int, held: Scratch, poison:
         y, target, want.post, want.comb, constants, out=target, mixed=made, held=held
     )
     assert got is target
-    assert torch.equal(target, streams)
-    after = ref_hyper.hyper_pre(streams, constants, torch.float32)
+    assert error(target, right) < near
+    after = ref_hyper.hyper_pre(target, constants, torch.float32)
     for made_now, right_now in (
         (both.h, after.h),
         (both.post, after.post),
