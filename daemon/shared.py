@@ -95,9 +95,14 @@ class SharedSessions:
         """Sessions that this daemon holds, or held and still uses."""
         return len(self._claimed)
 
+    @property
+    def up(self) -> bool:
+        """Whether there is a server, and it can be asked."""
+        return self._server is not None and self._server.up
+
     def adrift(self) -> list[Session]:
         """Sessions in use whose claim has run out, if the server can be asked."""
-        if self._server is None or not self._server.up:
+        if not self.up:
             return []
         return [session for session in self._claimed.values() if not self.owns(session)]
 

@@ -14,7 +14,7 @@ import redis_servers
 from daemon_harness import Daemon, expected, run_daemon
 from dsv4_tierd.daemon import verbs
 from dsv4_tierd.daemon.sessions import SessionState
-from proxy import Proxy
+from proxy import Fault, Proxy
 
 WORDS = list(range(5, 25))
 RESUME = "/resume?wait=true"
@@ -240,6 +240,54 @@ async def test_while_the_server_is_away_a_daemon_uses_what_it_holds(pair: Pair) 
 def _owned(daemon: Daemon, id: str) -> bool:
     found = daemon.service.sessions.find("", id)
     return found is not None and daemon.service.shared.owns(found)
+
+
+async def test_a_server_that_comes_back_empty_costs_no_words(pair: Pair) -> None:
+    """Claims and records are gone: the holder claims anew, and the next suspend makes a record."""
+    a, b = await pair.start("a", lease_s=0.6), await pair.start("b")
+    await a.ok("POST", "/v1/sessions", {"id": "s"})
+    words = WORDS + (await generate(a, WORDS))["token_ids"]
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    words += [7, *(await generate(a, [7]))["token_ids"]]
+    with pair.server.client as client:
+        client.flushall()
+        async with asyncio.timeout(5):
+            while not client.keys("tierd:1:lease:*:by"):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+    assert (await refused(b, RESUME))[:2] == (409, "session_busy")
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    await b.ok("POST", "/v1/sessions/s" + RESUME, {})
+    assert (await generate(b, [7]))["token_ids"] == expected([*words, 7], 3)
+
+
+@pytest.mark.parametrize("fault", [Fault.CUT_BEFORE, Fault.CUT_AFTER])
+async def test_cut_at_every_command_of_a_hand_over(pair: Pair, fault: Fault) -> None:
+    """Whatever is cut, every answer is right or says 503, and the session goes over at last."""
+    pair.proxy.quiet = frozenset()
+    a, b = await pair.start("a"), await pair.start("b")
+    await a.ok("POST", "/v1/sessions", {"id": "s"})
+    words = WORDS + (await generate(a, WORDS))["token_ids"]
+    for n in range(1, 30):
+        await a.until(lambda: a.service.shared.up)
+        pair.proxy.arm(fault, n)
+        for verb, body in ((SUSPEND, {}), (RESUME, {}), ("/generate", {"max_tokens": 1})):
+            status, found, _ = await a.call("POST", "/v1/sessions/s" + verb, body)
+            assert status in (200, 503), (n, verb, found)
+            if verb == "/generate" and status == 200:
+                assert found["token_ids"] == expected(words, 1)
+                words += found["token_ids"]
+        reached = len(pair.proxy.commands) >= n
+        pair.proxy.arm()
+        await a.until(lambda: a.service.shared.up)
+        await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+        assert (await b.ok("POST", "/v1/sessions/s" + RESUME, {}))["tokens"] == len(words)
+        words += [7, *(await generate(b, [7], 1))["token_ids"]]
+        assert words[-1] == expected(words[:-1], 1)[0]
+        await b.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+        assert (await a.ok("POST", "/v1/sessions/s" + RESUME, {}))["tokens"] == len(words)
+        if not reached:
+            break
+    assert 6 < n < 29, "each of six commands was cut once"
 
 
 async def test_what_is_changed_while_suspended_goes_along(pair: Pair) -> None:
