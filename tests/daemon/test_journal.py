@@ -30,6 +30,7 @@ from dsv4_tierd.daemon.ledger import (
     Ledger,
     Moved,
     Pinned,
+    Resumed,
     Suspended,
     Turn,
 )
@@ -139,6 +140,25 @@ def test_a_fork_borrows_its_sources_tail_until_it_has_its_own(tmp_path: Path) ->
         record = ledger.records["a"]
         assert (record.tail_key, record.tail_borrowed) == (key, borrowed)
     file.close()
+
+
+def test_what_daemons_share_of_a_session_is_kept(tmp_path: Path) -> None:
+    """Version and write policy survive words, a host suspend, a restart and a snapshot."""
+    ledger = Ledger()
+    file = JournalFile(tmp_path, ledger)
+    write(file, ledger, [created("a", write_policy="on_suspend"), created("b")])
+    write(file, ledger, [Suspended(uid="a", tier="store", shared_version=3)])
+    write(file, ledger, append(ledger, "a", [1, 2, 3]))
+    write(file, ledger, [Suspended(uid="a", tier="host"), Resumed(uid="a")])
+    file.close()
+    for _ in range(2):  # as written, and as a snapshot
+        again = Ledger()
+        again.apply(list(ledger.snapshot()))
+        for uid, kept in (("a", (3, "on_suspend", None)), ("b", (0, "", None))):
+            record = again.records[uid]
+            assert (record.shared_version, record.write_policy, record.suspended_tier) == kept
+        ledger = Ledger()
+        JournalFile(tmp_path, ledger).close()
 
 
 def test_every_cut_of_the_file_gives_the_last_acknowledged_state(tmp_path: Path) -> None:
