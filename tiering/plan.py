@@ -87,10 +87,12 @@ def plan(model: ModelSizes, budgets: Budgets) -> Plan:
     spare = max(budgets.device_bytes - fixed - minimum * hot_row_bytes, 0)
     mirror_pages = host.mirror_pages
     residency = _residency_bytes(model) if budgets.tiered else 0
+    share = 0
     if residency:
         # A share of its own, used or not: so that no budget's growth takes from the other part.
-        mirror_pages = min(mirror_pages, spare // RESIDENCY_SHARE // residency)
-        spare -= spare // RESIDENCY_SHARE
+        share = spare // RESIDENCY_SHARE
+        mirror_pages = min(mirror_pages, share // residency)
+        spare -= share
     session_pages = min(mirror_pages, spare // per_page)
     if session_pages < 2:
         raise ExceedsCapacity(
@@ -98,8 +100,7 @@ def plan(model: ModelSizes, budgets: Budgets) -> Plan:
             f"{minimum} hot rows {minimum * hot_row_bytes} B and two pages {2 * per_page} B"
         )
     session_pages = min(session_pages, -(-model.context_length // BLOCK_TOKENS))
-    left = budgets.device_bytes - fixed - minimum * hot_row_bytes
-    left -= session_pages * per_page + mirror_pages * residency
+    left = spare - session_pages * per_page, share - mirror_pages * residency
     return _spend(model, budgets, host, (session_pages, mirror_pages), left, minimum)
 
 
@@ -108,17 +109,23 @@ def _spend(
     budgets: Budgets,
     host: _HostSplit,
     pages: tuple[int, int],
-    left: int,
+    unspent: tuple[int, int],
     hot_rows: int,
 ) -> Plan:
-    """Share what one largest session leaves: more device pages, more hot rows."""
+    """Share what one largest session leaves: more device pages, more hot rows.
+
+    unspent: bytes of everything else, and of the residency tables' share, which may become hot
+    rows alone: a larger mirror must not cost a session its device pages.
+    """
     session_pages, mirror_pages = pages
+    left, share_left = unspent
     residency = _residency_bytes(model) if budgets.tiered else 0
     hot_row_bytes = model.c4_layers * (model.row_bytes + 8)
     device_pages = session_pages
     if budgets.tiered and budgets.hot_rows is None and hot_row_bytes:
-        more = min(left // 2 // hot_row_bytes, mirror_pages * C4_ROWS_PER_PAGE)
-        hot_rows, left = hot_rows + more, left - more * hot_row_bytes
+        own = left // 2
+        more = min((own + share_left) // hot_row_bytes, mirror_pages * C4_ROWS_PER_PAGE)
+        hot_rows, left = hot_rows + more, left - own
     more_pages = min(left // model.device_page_bytes, mirror_pages - device_pages)
     device_pages += more_pages
     tail_slots = _tail_slots(budgets)

@@ -18,6 +18,8 @@ from texts import Ids
 from dsv4_tierd.engine import messages as m
 from dsv4_tierd.engine.build import Layouts, build_engine, open_store, row_kind, store_identity
 from dsv4_tierd.engine.config import EngineConfig
+from dsv4_tierd.engine.gpu.runner import DeviceRunner
+from dsv4_tierd.engine.gpu.warm import warm
 from dsv4_tierd.engine.loop import Engine
 from dsv4_tierd.engine.model.checkpoint import Preset, make_checkpoint
 from dsv4_tierd.engine.model.transformer import Transformer
@@ -130,6 +132,8 @@ class Rig:
         self.engine, self.verbs, self.plan = build_engine(
             self.config, model.transformer, self._receive, None, store, identity.digest
         )
+        if isinstance(self.engine.runner, DeviceRunner):  # as the worker does before it is ready
+            warm(self.engine.runner, self.engine.options.chunk_tokens, lambda _done, _total: None)
 
     @property
     def tiers(self) -> TierManager:

@@ -80,6 +80,21 @@ def test_more_device_memory_never_shrinks_the_answer(
         assert more.mirror_pages >= less.mirror_pages
 
 
+@given(model=MODELS, device=BYTES, host=BYTES, batch=BATCHES, step=STEPS)
+def test_a_larger_mirror_costs_no_device_pages(
+    model: ModelSizes, device: int, host: int, batch: int, step: int
+) -> None:
+    """Where the longest session stays as it is, more host memory never means fewer sessions."""
+    rows = 2 * batch * model.index_topk
+    less, more = (
+        planned(model, budgets(device, size, batch, hot_rows=rows)) for size in (host, host + step)
+    )
+    assume(less is not None and more is not None)
+    assert less is not None and more is not None
+    if less.context_tokens == more.context_tokens and less.staging_rows == more.staging_rows:
+        assert more.device_pages >= less.device_pages
+
+
 @given(share=st.integers(1, 4000))
 def test_every_byte_of_a_small_host_counts_upwards(share: int) -> None:
     """Around the places where a resume slot or a page is gained, no byte more gives less."""
