@@ -222,7 +222,8 @@ def _tile_shape(block_t: int) -> dict[str, int]:
 
 def _block_tokens(tokens: int, k: int, number: int) -> int:
     """Pairs of a tile: what an expert gets on average, rounded up."""
-    return min(128, max(16, triton.next_power_of_2(triton.cdiv(tokens * k, number))))
+    average = -(-tokens * k // number)
+    return min(128, max(16, 1 << (average - 1).bit_length()))
 
 
 def _tile_count(tokens: int, k: int, number: int) -> int:

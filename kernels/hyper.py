@@ -167,70 +167,96 @@ def _mix(
     if not tokens:
         return
     held = scratch(x.device) if held is None else held
-    constants = (mix.base, mix.scale, mix.norm, mix.norm_eps, mix.hc_eps)
-    shape = {"N": n, "DIM": dim, "ROWS": rows}
-    finish = {"BLOCK": triton.next_power_of_2(dim), "ITERS": mix.iters, "HEAD": head}
-    order = launch_order(x.device)
-    if tokens <= TOGETHER_MAX:
-        channels = triton.next_power_of_2(max(16, triton.cdiv(dim, _SPLITS)))
-        y, post_in, comb_in, streams = (x, x, x, x) if answer is None else answer
-        splits = triton.cdiv(dim, channels)
-        whole = triton.next_power_of_2(splits)  # idle programs leave zeros
-        mix_kernel[(whole + (not head), tokens)](
-            x,
-            y,
-            y.stride(0),
-            post_in,
-            comb_in,
-            streams,
-            mix.fn,
-            *constants,
-            h,
-            h.stride(0),
-            post,
-            comb,
-            held.partials,
-            held.arrivals,
-            CHANNELS=channels,
-            SPLITS=whole,
-            SPREAD=answer is not None,
-            num_warps=4,
-            **shape,
-            **finish,
-            **order,
-        )
-        return
+    launch = _mix_few if tokens <= TOGETHER_MAX else _mix_many
+    launch(x, answer, mix, (h, post, comb), head, held)
+
+
+def _mix_few(
+    x: Tensor,
+    answer: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    mix: Mix,
+    outs: tuple[Tensor, Tensor, Tensor],
+    head: bool,
+    held: Scratch,
+) -> None:
+    tokens, dim = x.shape[0], x.shape[2]
+    h, post, comb = outs
+    channels = triton.next_power_of_2(max(16, triton.cdiv(dim, _SPLITS)))
+    y, post_in, comb_in, streams = (x, x, x, x) if answer is None else answer
+    splits = triton.next_power_of_2(triton.cdiv(dim, channels))  # idle programs leave zeros
+    mix_kernel[(splits + (not head), tokens)](
+        x,
+        y,
+        y.stride(0),
+        post_in,
+        comb_in,
+        streams,
+        mix.fn,
+        *(mix.base, mix.scale, mix.norm, mix.norm_eps, mix.hc_eps),
+        h,
+        h.stride(0),
+        post,
+        comb,
+        held.partials,
+        held.arrivals,
+        CHANNELS=channels,
+        SPLITS=splits,
+        SPREAD=answer is not None,
+        num_warps=4 if dim <= 4096 else 8,
+        **_constants(x, mix, head),
+        **launch_order(x.device),
+    )
+
+
+def _mix_many(
+    x: Tensor,
+    answer: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    mix: Mix,
+    outs: tuple[Tensor, Tensor, Tensor],
+    head: bool,
+    held: Scratch,
+) -> None:
     assert answer is None
+    tokens, n, dim = x.shape
+    h, post, comb = outs
     block = 16 if tokens <= 512 else 64
     splits = _splits(triton.cdiv(tokens, block), n * dim)
     assert tokens * splits * _PARTIAL <= held.partials.shape[0], "more tokens than a call takes"
+    constants, order = _constants(x, mix, head), launch_order(x.device)
     mix_many_kernel[(splits, triton.cdiv(tokens, block))](
         x,
         mix.fn,
         held.partials,
         tokens,
+        N=n,
+        DIM=dim,
+        ROWS=constants["ROWS"],
         TOKENS=block,
         CHANNELS=min(128, triton.next_power_of_2(n * dim // splits)),
         SPLITS=splits,
         EXACT=x.dtype is torch.float32,
         num_warps=4,
-        **shape,
         **order,
     )
     finish_kernel[(tokens,)](
         x,
-        *constants,
+        *(mix.base, mix.scale, mix.norm, mix.norm_eps, mix.hc_eps),
         h,
         h.stride(0),
         post,
         comb,
         held.partials,
         SPLITS=splits,
-        num_warps=4,
-        **shape,
-        **finish,
+        num_warps=4 if dim <= 4096 else 8,
+        **constants,
         **order,
     )
+
+
+def _constants(x: Tensor, mix: Mix, head: bool) -> dict[str, int]:
+    _, n, dim = x.shape
+    shape = {"N": n, "DIM": dim, "ROWS": mix.fn.shape[0]}
+    return {**shape, "BLOCK": triton.next_power_of_2(dim), "ITERS": mix.iters, "HEAD": head}
 
 
 def _splits(tiles: int, values: int) -> int:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, str(ROOT / "bench" / "run.py"), "--toy"]
 
 
-@pytest.mark.parametrize("bench", ["topk", "swap_in", "page_copy"])
+@pytest.mark.parametrize("bench", ["topk", "swap_in", "page_copy", "step_op"])
 def test_toy_sizes_are_green(bench: str) -> None:
     """Each case is checked, then timed, and prints its line; a red one would exit 1."""
     done = subprocess.run([*RUN, bench], capture_output=True, text=True, check=False, cwd=ROOT)

@@ -43,7 +43,7 @@ assert error(got.codes.float() * got.gates[..., None], want * gates[..., None]) 
 HYPER = """
 from dsv4_tierd.kernels import hyper
 from dsv4_tierd.kernels.ref import hyper as ref
-for n, d, tokens in ((4, 96, 3), (4, 64, 18)):
+for n, d, tokens in ((4, 96, 3), (4, 32, 17)):
     for dtype, near in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
         x, y = torch.randn(tokens, n, d).to(dtype), torch.randn(tokens, d)
         constants = mix(n, d, CPU)
@@ -72,7 +72,7 @@ from dsv4_tierd.kernels.ref import linear as ref
 for kind in WeightKind:
     near = 1e-5 if kind is WeightKind.FP32 else 1e-2
     for tokens in (1, 3, 6, 129):
-        for rows, columns in ((72, 160),):
+        for rows, columns in ((72, 160), (8, 256)):
             w, x = weight(kind, (rows, columns), CPU), torch.randn(tokens, columns)
             norm = torch.rand(columns)
             out = torch.full((tokens, rows + 5), torch.nan)[:, :rows]
