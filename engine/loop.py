@@ -20,6 +20,7 @@ from dsv4_tierd.engine.sampler import draw
 from dsv4_tierd.engine.scheduler import Scheduler
 from dsv4_tierd.engine.session import Session
 from dsv4_tierd.tiering.begin import StaleStart
+from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
 from dsv4_tierd.tiering.errors import HostPoolExhausted, TierError
 from dsv4_tierd.tiering.idle import IdleTails
 from dsv4_tierd.tiering.manager import TierManager
@@ -226,6 +227,8 @@ class Engine:
         request.replayed += max(0, min(chunk.stop, seq.emit_from) - first)
         request.computed += max(0, chunk.stop - max(first, seq.emit_from))
         if chunk.stop < request.limit:
+            if request.limit % BLOCK_TOKENS == 0 and chunk.stop == request.limit - BLOCK_TOKENS:
+                self.tiers.publish(seq)  # where these very words, sent again, would start
             total = request.limit - seq.start.begin
             self.send(
                 Progress(request_id=request.id, done=seq.position - seq.start.begin, total=total)
@@ -246,8 +249,8 @@ class Engine:
             return False
         started = time.perf_counter()
         logits = self.runner.decode([request.seq for request in batch if request.seq is not None])
-        self._pace.decode_s = time.perf_counter() - started
         best: list[int] = logits.argmax(1).tolist()  # one wait for all
+        self._pace.decode_s = time.perf_counter() - started
         for request, row, token in zip(batch, logits, best, strict=True):
             self._draw(request, row, token)
         return True

@@ -35,13 +35,15 @@ def next_cut(seq: Sequence, limit: int, chunk_tokens: int) -> int:
     """Where the chunk from ``seq.position`` ends; ``limit``: tokens to compute in all.
 
     Cuts lie at absolute multiples of ``chunk_tokens``, so that two runs of the same text cut
-    alike; where pages begin to be written; and at the last block boundary, where the window is
-    kept as a resume point.
+    alike; where pages begin to be written; and at the last block boundaries, where the window is
+    kept as a resume point: at the end, and before the last token, where the same words sent again
+    would start.
     """
     position = seq.position
     cuts = [
         limit,
         (position // chunk_tokens + 1) * chunk_tokens,
+        (limit - 1) // BLOCK_TOKENS * BLOCK_TOKENS,
         limit // BLOCK_TOKENS * BLOCK_TOKENS,
     ]
     if position < seq.emit_from:

@@ -140,3 +140,13 @@ def test_a_branch_point_is_replayed_once(models) -> None:
     assert [usage.replayed_tokens > 0 for usage in usages] == [True, False, False]
     assert {usage.computed_tokens for usage in usages} == {2300 - 1536}
     world.settle()
+
+
+def test_whole_pages_sent_again_replay_nothing(models) -> None:
+    """A prompt that ends with a page: its twin starts one page earlier, where a point is kept."""
+    world = models("SHC", 16).world(max_batch=2)
+    prompt = text(9, 4 * BLOCK_TOKENS)
+    first = world.generate(world.open(), prompt, max_tokens=3)
+    again = world.generate(world.open(), prompt, max_tokens=3)
+    assert again.token_ids == first.token_ids
+    assert (again.usage.replayed_tokens, again.usage.computed_tokens) == (0, BLOCK_TOKENS)
