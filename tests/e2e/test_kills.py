@@ -27,7 +27,7 @@ from dsv4_tierd.tiering.store.protocol import ObjectKind
 from live_daemon import Live, live_daemon
 from lmcache_cases import needs_lmcache
 
-KILLS = int(os.environ.get("TEST_KILLS", "2"))
+KILLS = int(os.environ.get("TEST_KILLS", "1"))
 SPECS: dict[str, Callable[[Path], str]] = {
     "disk": lambda folder: f"disk:{folder}",
     "redis": lambda _: redis_servers.emptied().url,
@@ -77,7 +77,7 @@ async def test_kill_nine_of_a_daemon_that_writes(kind: str, tmp_path: Path, micr
     """Reading everything finds nothing wrong; every acknowledged session has all its blocks.
 
     No block is visible that no session had. The engine, which writes, is killed first, or is left
-    to find out that its daemon is gone. ``$TEST_KILLS`` says how often (2).
+    to find out that its daemon is gone. ``$TEST_KILLS`` says how often (1).
     """
     chance = random.Random(KILLS)
     load = Load(chance)

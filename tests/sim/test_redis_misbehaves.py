@@ -102,7 +102,6 @@ def test_requests_are_answered_and_it_comes_back(
 
 REQUEST_FAULTS = {
     Fault.CUT_BEFORE: 0,
-    Fault.CUT_WITHIN: 9,
     Fault.CUT_AFTER: 0,
     Fault.CUT_REPLY: 1,
     Fault.CORRUPT_REPLY: 300,
