@@ -31,7 +31,7 @@ PACKAGES := kernels tiering engine daemon
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test test-lmcache sim gpu bench docs demo clean
+.PHONY: help install install-lmcache check test test-lmcache sim gpu bench docs demo clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -64,6 +64,8 @@ $(INSTALLED_LMCACHE): pyproject.toml
 	$(VENV_LMCACHE)/bin/pip install -q $(PIP_ARGS) $(TORCH_CPU)
 	$(VENV_LMCACHE)/bin/pip install -q $(PIP_ARGS) -e '.[lmcache]' $(LMCACHE_DEV)
 	@touch $@
+
+install-lmcache: $(INSTALLED_LMCACHE)
 
 test-lmcache: $(INSTALLED_LMCACHE)  ## the tests that need LMCache, in $(VENV_LMCACHE)
 	$(VENV_LMCACHE)/bin/pytest -n $(WORKERS) --dist worksteal tests/tiering/store \
