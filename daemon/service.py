@@ -45,6 +45,7 @@ from dsv4_tierd.tiering.errors import (
     BadRequest,
     ContextLengthExceeded,
     Draining,
+    ExceedsCapacity,
     InvalidRequest,
     PreconditionFailed,
     Refused,
@@ -204,16 +205,27 @@ class Service:
 
     # ------------------------------------------------------------ requests
     def check_room(self, session: Session, work: Work) -> None:
-        """Raises ContextLengthExceeded, InvalidRequest."""
-        context = self.model.context_length
+        """Raises ContextLengthExceeded, ExceedsCapacity, InvalidRequest."""
         prompt = session.length + len(work.append_ids) // ID_BYTES
         if prompt == 0:
             raise InvalidRequest("there is nothing to compute: the session and the input are empty")
-        if prompt + work.max_tokens > context:
+        self.check_context(prompt, work.max_tokens, "max_tokens")
+
+    def check_context(self, prompt: int, new: int, param: str) -> None:
+        """Refuse what the model, or what the budgets, could never hold, by its own name.
+
+        Raises ContextLengthExceeded, ExceedsCapacity.
+        """
+        asked, model = f"{prompt} prompt tokens and {new} new ones", self.model
+        if prompt + new > model.model_context_length:
+            context = model.model_context_length
             raise ContextLengthExceeded(
-                f"{prompt} prompt tokens and {work.max_tokens} new ones are more than the "
-                f"context of {context}",
-                param="max_tokens",
+                f"{asked} are more than the model's context of {context}", param=param
+            )
+        if prompt + new > model.context_length:
+            raise ExceedsCapacity(
+                f"{asked} are more than the {model.context_length} that the budgets hold",
+                param=param,
             )
 
     def default_max_tokens(self, prompt_tokens: int) -> int:
@@ -224,7 +236,7 @@ class Service:
     async def submit(self, session: Session, work: Work) -> Run:
         """Start a request; the session is busy until it has ended and is journalled.
 
-        Raises SessionBusy, Draining, EngineRestarting, ContextLengthExceeded.
+        Raises SessionBusy, Draining, EngineRestarting, ContextLengthExceeded, ExceedsCapacity.
         """
         bridge = self.bridge()
         session.enter(SessionState.ACTIVE)
@@ -250,8 +262,7 @@ class Service:
 
     async def _as_append(self, session: Session, work: Work, prompt_ids: bytes) -> Work:
         """Rewind to what the session and the prompt have in common; append the rest."""
-        if len(prompt_ids) // ID_BYTES + work.max_tokens > self.model.context_length:
-            raise ContextLengthExceeded("the prompt is longer than the context", param="messages")
+        self.check_context(len(prompt_ids) // ID_BYTES, work.max_tokens, "messages")
         common = common_bytes(session.transcript.read(), prompt_ids) // ID_BYTES
         await self.rewind_taken(session, common)
         return replace(work, append_ids=prompt_ids[common * ID_BYTES :], prompt_ids=None)

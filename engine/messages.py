@@ -204,11 +204,15 @@ class Drain(Message, frozen=True):
 
 # ---------------------------------------------------------------- worker to daemon
 class Ready(Message, frozen=True):
-    """The worker serves. ``plan``: (name, bytes) of every pool."""
+    """The worker serves. ``plan``: (name, bytes) of every pool.
+
+    context_length: what the budgets hold of ``model_context_length``.
+    """
 
     model_id: str
     vocab_size: int
     context_length: int
+    model_context_length: int
     has_tokenizer: bool
     eos_token_ids: tuple[int, ...]
     identity: str

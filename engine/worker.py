@@ -137,6 +137,7 @@ def serve(channel: Channel, config: EngineConfig) -> None:
             model_id=model_name(config.model),
             vocab_size=model.config.vocab_size,
             context_length=sizes.context_tokens,
+            model_context_length=model.config.max_position_embeddings,
             has_tokenizer=tokenizer is not None,
             eos_token_ids=model.config.eos_token_ids,
             identity=identity.digest.hex(),

@@ -13,7 +13,6 @@ from dsv4_tierd.daemon.routes.common import ids_of, is_octets, long_verb, salt_o
 from dsv4_tierd.daemon.transcript import ID_BYTES
 from dsv4_tierd.engine.messages import LookupPrefix, WarmPrefix
 from dsv4_tierd.tiering.errors import (
-    ContextLengthExceeded,
     InvalidRequest,
     UnsupportedCombination,
 )
@@ -29,8 +28,7 @@ async def _words(request: web.Request) -> tuple[bytes, str]:
     ids, _ = await ids_of(service, None, body, octets)
     if not ids:
         raise InvalidRequest("give one of messages, text, token_ids")
-    if len(ids) // ID_BYTES > service.model.context_length:
-        raise ContextLengthExceeded("the prompt is longer than the context")
+    service.check_context(len(ids) // ID_BYTES, 0, "messages")
     return ids, salt
 
 

@@ -200,13 +200,25 @@ async def test_a_salt_that_is_no_text_is_refused(daemon: Daemon) -> None:
     await daemon.ok("POST", "/v1/sessions", {"id": "a"})
 
 
-async def test_a_lookup_beyond_the_context_is_refused(tmp_path: Path) -> None:
-    """It is not sent to the engine: no frame would hold the longest body."""
-    async with run_daemon(tmp_path, "context=1000") as daemon:
-        await daemon.ok("POST", "/v1/prefixes/lookup", {"token_ids": [5] * 1000})
-        body = {"token_ids": [5] * 1001}
-        status, found, _ = await daemon.call("POST", "/v1/prefixes/lookup", body)
-        assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+@pytest.mark.parametrize("verb", ["/v1/prefixes/lookup", "/v1/completions"])
+async def test_what_is_too_long_is_refused_by_its_own_name(tmp_path: Path, verb: str) -> None:
+    """Beyond the budgets, or beyond the model; nothing of it is sent to the engine."""
+    async with run_daemon(tmp_path, "context=1000,model_context=2000") as daemon:
+        for count, code in (
+            (1000, None),
+            (1001, "exceeds_capacity"),
+            (2000, "exceeds_capacity"),
+            (2001, "context_length_exceeded"),
+        ):
+            ids = [5] * count
+            if verb == "/v1/completions":
+                body = {"prompt": ids[:-1], "max_tokens": 1}
+            else:
+                body = {"token_ids": ids}
+            status, found, _ = await daemon.call("POST", verb, body)
+            assert (status, found.get("error", {}).get("code")) == (
+                (200, None) if code is None else (400, code)
+            )
 
 
 async def test_a_body_that_is_too_long_is_413(tmp_path: Path) -> None:

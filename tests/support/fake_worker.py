@@ -112,6 +112,7 @@ class FakeWorker:
                 model_id="fake",
                 vocab_size=int(self.switches.get("vocab", VOCAB)),
                 context_length=int(self.switches.get("context", CONTEXT)),
+                model_context_length=int(self.switches.get("model_context", CONTEXT)),
                 has_tokenizer=False,
                 eos_token_ids=(EOS,),
                 identity="fake",
