@@ -90,7 +90,7 @@ async def test_kill_nine_of_a_daemon_that_writes(kind: str, tmp_path: Path, micr
             engine = await live.engine_pid()
             clients = [asyncio.create_task(load.run(live)) for _ in range(2)]
             if not load.stored:  # however slow the machine is: there is something to keep
-                await until(lambda: load.stored or any(c.done() for c in clients), 60)
+                await until(lambda c=clients: load.stored or any(each.done() for each in c), 60)
             await asyncio.sleep(chance.uniform(0.0, 2.0))
             if life % 2 == 0:
                 os.kill(engine, signal.SIGKILL)
