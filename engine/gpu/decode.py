@@ -23,7 +23,7 @@ from dsv4_tierd.kernels.hyper import hyper_post
 from dsv4_tierd.kernels.index_scores import ScanPlan, fill_plan, index_scores_decode, new_plan
 from dsv4_tierd.kernels.layout import Rows
 from dsv4_tierd.kernels.row_store import row_store
-from dsv4_tierd.kernels.sparse_attention import sparse_attention, workspace
+from dsv4_tierd.kernels.sparse_attention import sparse_attention
 from dsv4_tierd.kernels.sparse_attention_triton import InverseRope
 from dsv4_tierd.kernels.step_ids import StepIds, join_tail, leave_tail, step_ids
 from dsv4_tierd.kernels.swap_in import swap_in
@@ -37,10 +37,15 @@ from dsv4_tierd.tiering.sequence import Sequence
 _WORDS = 5  # a session's own: token, position, tail slot, first entry in the tail, tail row
 
 
+# A session's page tables as they were written: they only change with the pages and the path.
+_Written = tuple[Tensor, int, int]
+
+
 class Inputs:
     """What a step is told: words and two page tables a session, on the host and on the device.
 
-    words: [5, B]; device_pages, mirror_pages: [B, P]; all int32 views of one block.
+    words: [5, B]; device_pages, mirror_pages: [B, P]; all int32 views of one block. Tables are
+    written and sent when they change: once in 256 steps of a session.
     """
 
     def __init__(self, batch: int, columns: int, device: torch.device) -> None:
@@ -52,6 +57,8 @@ class Inputs:
         words, self.device_pages, self.mirror_pages = self._views(self._block)
         self.tokens, self.positions, self.slots, self.tail_from, self.tail_rows = words.unbind(0)
         self._words, self._device, self._mirror = (view.numpy() for view in self._views(self._host))
+        self._written: list[_Written | None] = [None] * batch
+        self._sent = torch.cuda.Event() if pinned else None
 
     def _views(self, block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         table = self.batch * self.columns
@@ -62,18 +69,38 @@ class Inputs:
             mirror.view(self.batch, self.columns),
         )
 
-    def fill(self, seqs: Seq[Sequence], first_tail_row: int) -> None:
-        """Write the sessions' words; places beyond them repeat the first, which changes nothing."""
+    def fill(self, seqs: Seq[Sequence], first_tail_row: int) -> bool:
+        """Write and send the sessions' words, and the page tables if one changed: says if so.
+
+        Places beyond the sessions repeat the first, which changes nothing.
+        """
+        if self._sent is not None:
+            self._sent.synchronize()  # the last step's words have left
+        changed = False
         for place in range(self.batch):
             seq = seqs[place] if place < len(seqs) else seqs[0]
-            position, slot, count = seq.position, seq.tail_slot, seq.page_count
+            position, slot = seq.position, seq.tail_slot
             row = first_tail_row + slot * TAIL_C4_ROWS + position // 4 % TAIL_C4_ROWS
             token = int(seq.transcript.tokens[position])
             self._words[:, place] = (token, position, slot, seq.tail_from, row)
-            self._device[place, :count] = seq.device_pages.numpy()
-            self._device[place, count:] = -1
-            self._mirror[place, :count] = seq.mirror_pages.numpy()
-        self._block.copy_(self._host, non_blocking=True)
+            changed = self._write_tables(place, seq) or changed
+        size = self._host.numel() if changed else self._words.size
+        self._block[:size].copy_(self._host[:size], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+        return changed
+
+    def _write_tables(self, place: int, seq: Sequence) -> bool:
+        """Write a session's page tables, unless they stand there."""
+        count, known = seq.page_count, self._written[place]
+        # By the table itself, which is kept: another's would never be taken for it.
+        if known is not None and known[0] is seq.device and known[1:] == (count, len(seq.path)):
+            return False
+        self._written[place] = seq.device, count, len(seq.path)
+        for table, pages in ((self._device, seq.device_pages), (self._mirror, seq.mirror_pages)):
+            table[place, :count] = pages.numpy()
+            table[place, count:] = -1
+        return True
 
     @property
     def host_pages(self) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
@@ -105,16 +132,8 @@ class DecodeStep:
         self._step = step
         self._ids = StepIds.empty(batch, config.sliding_window, columns, device)
         self._rows = torch.zeros(3, batch, config.index_topk, dtype=torch.int32, device=device)
-        width = columns * C4_ROWS_PER_PAGE
-        self._scores = torch.empty(batch, width, dtype=torch.float32, device=device)
-        heads, window = config.num_attention_heads, config.sliding_window
-        self._spaces = {
-            kind: workspace(batch, heads, _whole(window) + _whole(extra), device)
-            for kind, extra in ((0, 0), (C4, config.index_topk), (C128, 2 * columns))
-        }
         self._pooled = compress_op.scratch(batch, config.head_dim, device)
         self._plan: ScanPlan | None = new_plan(batch, columns, device) if batch > 1 else None
-        self._planned: list[tuple[int, int]] = []
         self._pool = pool
         count = 2 if side_streams and device.type == "cuda" else 0
         self._sides = [torch.cuda.Stream(device) for _ in range(count)]
@@ -143,11 +162,9 @@ class DecodeStep:
             assert seq.first_token(len(self.network.layers) - 1, window) <= max(
                 0, seq.position - window + 1
             )
-        inputs.fill(seqs, 0 if self.hot is None else self.hot.hot_rows)
-        tables = [(id(seq), seq.page_count) for seq in seqs]
-        if self._plan is not None and tables != self._planned:
+        changed = inputs.fill(seqs, 0 if self.hot is None else self.hot.hot_rows)
+        if self._plan is not None and changed:
             fill_plan(self._plan, inputs.host_pages, C4_ROWS_PER_PAGE)
-            self._planned = tables
         if self.network.device.type != "cuda":
             self._logits = self._forward()
         elif self._graph is None:
@@ -210,7 +227,6 @@ class DecodeStep:
             extra_ids,
             layer.constants.sink,
             network.scale,
-            scratch=self._spaces[layer.kind],
             inverse=InverseRope(positions, layer.attention.inv_freq),
         )
         return network.output(layer, o)
@@ -276,17 +292,16 @@ class DecodeStep:
         compress_decode(
             p.index_kv, p.index_gate, positions, rings, slots, params, rows=keys, ids=self._ids.c4
         )
-        index_scores_decode(
+        scores = index_scores_decode(
             self.network.queries(layer, p, positions),
             None,
             keys,
             self.inputs.device_pages,
             self._ids.visible,
             plan=self._plan,
-            out=self._scores,
             fill=False,
         )
-        return self._c4_rows(layer)[0], self._find(layer)
+        return self._c4_rows(layer)[0], self._find(layer, scores)
 
     def _c4_rows(self, layer: DeviceLayer) -> tuple[Rows, Tensor]:
         """Where attention reads C4 rows, and the row [B] that a group closed now gets there."""
@@ -295,13 +310,13 @@ class DecodeStep:
         assert self.tiers.memory.device_c4 is not None
         return self.tiers.memory.device_c4[layer.rank], self._ids.c4
 
-    def _find(self, layer: DeviceLayer) -> Tensor:
-        """The rows [B, K] of the best entries by ``_scores``, swapped in where they must be."""
+    def _find(self, layer: DeviceLayer, scores: Tensor) -> Tensor:
+        """The rows [B, K] of the best entries by their scores, swapped in where they must be."""
         chosen, rows, found = self._rows.unbind(0)
         inputs, visible = self.inputs, self._ids.visible
         k = chosen.shape[1]
         pages = inputs.device_pages if self.hot is None else inputs.mirror_pages
-        topk(self._scores, visible, k, chosen, MirrorRows(pages, rows))
+        topk(scores, visible, k, chosen, MirrorRows(pages, rows))
         if self.choices is not None:
             self.choices[layer.rank].copy_(chosen)
         if self.hot is None:
@@ -311,8 +326,3 @@ class DecodeStep:
         swap_in(rows, tables, mirror, self._step, found, self.hot.device_counters)
         join_tail(chosen, found, inputs.tail_from, inputs.slots, self.hot.hot_rows, TAIL_C4_ROWS)
         return found
-
-
-def _whole(count: int) -> int:
-    """Ids as attention counts them: whole blocks of 64."""
-    return -(-count // 64) * 64

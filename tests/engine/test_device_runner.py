@@ -5,19 +5,33 @@ On a CPU the ops are their twins: what is tested is the order of calls, ids and 
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence as Seq
 
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_tierd.engine.gpu.decode import DecodeStep
 from dsv4_tierd.engine.gpu.runner import DeviceRunner
 from dsv4_tierd.engine.gpu.warm import warm
 from dsv4_tierd.engine.model.presets import Storage
 from dsv4_tierd.engine.model.transformer import Transformer
+from dsv4_tierd.kernels.scan_plan import fill_plan, new_plan
+from dsv4_tierd.tiering.sequence import Sequence
 from small_models import text
 from world import World
 
 MODES = ("off", "resident", "hisparse")
 
 
-def _world(models, runner: str, tiering: str, layers: str = "SHC", **more: object) -> World:
+def _world(
+    models,
+    runner: str,
+    tiering: str,
+    layers: str = "SHC",
+    settings: dict[str, object] | None = None,
+    **more: object,
+) -> World:
     sizes = {
         "head_dim": 128,
         "rope_dim": 64,
@@ -30,10 +44,13 @@ def _world(models, runner: str, tiering: str, layers: str = "SHC", **more: objec
     return World(
         Transformer.load(model.folder, keep_quantised=True),
         model.folder,
-        kv_dtype="fp8",
-        runner=runner,
-        tiering=tiering,
-        device_budget_bytes=24 << 20,
+        **{
+            "kv_dtype": "fp8",
+            "runner": runner,
+            "tiering": tiering,
+            "device_budget_bytes": 24 << 20,
+            **(settings or {}),
+        },
     )
 
 
@@ -82,3 +99,76 @@ def test_warming_leaves_nothing(models) -> None:
     prompt = text(6, 300)
     answers = [each.generate(each.open(), prompt, max_tokens=4) for each in (world, fresh)]
     assert answers[0].token_ids == answers[1].token_ids
+
+
+class Watched:
+    """Before its results are used, what each step of ``step`` was told is compared with the tiers'.
+
+    Tables and plan: as if they were made anew for every step.
+    """
+
+    def __init__(self, step: DecodeStep) -> None:
+        self.step, self.run, self.steps = step, step.run, 0
+        step.run = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, seqs: Seq[Sequence]) -> Tensor:
+        logits, inputs, plan = self.run(seqs), self.step.inputs, self.step._plan
+        padded = [*seqs, *[seqs[0]] * (inputs.batch - len(seqs))]
+        for seq, device, mirror in zip(
+            padded, inputs.device_pages, inputs.mirror_pages, strict=True
+        ):
+            assert device[: seq.page_count].equal(seq.device_pages)
+            assert mirror[: seq.page_count].equal(seq.mirror_pages)
+            assert (device[seq.page_count :] == -1).all()
+        assert plan is not None
+        fresh = new_plan(inputs.batch, inputs.columns, torch.device("cpu"))
+        fill_plan(fresh, inputs.device_pages.numpy(), 64)
+        assert fresh.segments.equal(plan.segments)
+        for _, _, first, end in plan.segments.tolist():
+            assert fresh.members[first:end].equal(plan.members[first:end])
+        self.steps += 1
+        return logits
+
+
+def test_a_step_is_told_the_pages_of_its_own_sessions(models) -> None:
+    """Whoever ran in its places before, with as many pages: shared, not shared, page by page."""
+    world = _world(models, "kernels", "hisparse", settings={"audit": False})
+    assert isinstance(world.engine.runner, DeviceRunner)
+    watched = Watched(world.engine.runner._step_for(2, 1))
+    prefix = text(1, 256)
+    world.generate(world.open(), prefix, max_tokens=1)
+    for turn in range(20):
+        pair = [prefix if turn % 2 == 0 else text(10 + 2 * turn + i, 256) for i in range(2)]
+        ends = [text(60 + 2 * turn + i, 3) for i in range(2)]
+        submitted = [
+            world.submit(world.open(), words + end, max_tokens=4)
+            for words, end in zip(pair, ends, strict=True)
+        ]
+        world.run(*submitted)
+    long = [world.submit(world.open(), text(90 + i, 500), max_tokens=40) for i in range(2)]
+    world.run(*long)
+    assert watched.steps >= 30
+
+
+def test_the_smallest_hot_set_holds_every_batch(models) -> None:
+    """A batch is rounded up to few sizes, but never above what the plan made room for."""
+    batch = 9
+    world = _world(
+        models, "kernels", "hisparse", index_topk=16, settings={"max_batch": batch, "hot_rows": 288}
+    )
+    names = [world.submit(world.open(), text(i, 20), max_tokens=24) for i in range(batch)]
+    answers = world.run(*names)
+    assert all(answer.failed is None and len(answer.token_ids) == 24 for answer in answers)
+
+
+def test_no_budget_chooses_the_shape_of_a_step(models) -> None:
+    """Attention cuts its sums by the reach of the tables: bits must not follow a budget."""
+    shapes = []
+    for budget in (7 << 20, 64 << 20):
+        settings = {"device_budget_bytes": budget, "host_budget_bytes": 4 * budget}
+        world = _world(models, "kernels", "hisparse", yarn_original=65536, settings=settings)
+        assert isinstance(world.engine.runner, DeviceRunner)
+        columns = [world.engine.runner._step_for(1, pages).inputs.columns for pages in (1, 17)]
+        shapes.append((world.plan.context_tokens // 256, columns))
+    assert 17 <= shapes[0][0] < 64 <= shapes[1][0]
+    assert shapes[0][1] == shapes[1][1]
