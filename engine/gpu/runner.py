@@ -19,12 +19,12 @@ from dsv4_tierd.engine.model.config import ModelConfig
 from dsv4_tierd.engine.model.transformer import Transformer
 from dsv4_tierd.engine.runner import Chunk, Runner
 from dsv4_tierd.kernels.layout import RowKind
-from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
 from dsv4_tierd.tiering.manager import TierManager
 from dsv4_tierd.tiering.sequence import Sequence
 
 _BATCHES = (*range(1, 9), *range(12, 33, 4), *range(40, 257, 8))
-_COLUMNS_MIN = 16  # pages; then in steps of four times
+# Pages; then in steps of four times. No budget shortens them: they cut attention's sums.
+_COLUMNS_MIN = 16
 
 
 @dataclass(slots=True)
@@ -51,7 +51,6 @@ class DeviceRunner(Runner):
         plan = tiers.config.plan
         workspace = torch.empty(plan.score_count, dtype=torch.float32, device=self.device)
         self.prefill = Prefill(self.network, tiers, workspace)
-        self._columns_max = -(-plan.context_tokens // BLOCK_TOKENS)
         self._step = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._steps: dict[tuple[int, int], DecodeStep] = {}
         self._side_streams = side_streams
@@ -112,11 +111,11 @@ class DeviceRunner(Runner):
         return logits
 
     def _step_for(self, count: int, pages: int) -> DecodeStep:
-        batch = next(size for size in _BATCHES if size >= count)
+        batch = next((size for size in _BATCHES if size >= count), self.batch_rows)
+        batch = min(batch, self.batch_rows)  # what the hot set has rows for
         columns = _COLUMNS_MIN
         while columns < pages:
             columns *= 4
-        columns = min(columns, max(self._columns_max, _COLUMNS_MIN))
         key = batch, columns
         if key not in self._steps:
             self._steps[key] = DecodeStep(
