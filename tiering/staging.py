@@ -7,13 +7,16 @@ New rows are written to staging by the compressor, and from there to the mirror.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dsv4_tierd.kernels.layout import Rows
-from dsv4_tierd.kernels.page_copy import copy_pages
+from dsv4_tierd.kernels.page_copy import PageCopier, copy_pages
 from dsv4_tierd.kernels.step_ids import fetch_rows
 from dsv4_tierd.tiering.mirror import PageMemory
 from dsv4_tierd.tiering.plan import C4_ROWS_PER_PAGE
@@ -46,6 +49,40 @@ class _Buffer:
     filled: torch.cuda.Event | None = None
 
 
+class StreamWaits:
+    """Seconds for which the current stream had nothing to do but wait, told by events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._timed = device.type == "cuda"
+        self._marks: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._total_s = 0.0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """What is queued inside is a wait."""
+        if not self._timed:
+            yield
+            return
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        yield
+        after.record()
+        self._marks.append((before, after))
+
+    def collect(self) -> None:
+        """Add up the waits that are over, so that no more events stand than waits under way."""
+        while self._marks and self._marks[0][1].query():
+            before, after = self._marks.popleft()
+            self._total_s += before.elapsed_time(after) / 1000
+
+    def total_s(self) -> float:
+        """All waits queued so far; waits for them."""
+        if self._marks:
+            self._marks[-1][1].synchronize()
+        self.collect()
+        return self._total_s
+
+
 class Staging:
     """The two buffers, the stream that fills them, and the seconds that compute waited for it."""
 
@@ -54,9 +91,9 @@ class Staging:
         self._sections = memory.layout.c4
         pages = -(-row_count // C4_ROWS_PER_PAGE)
         self._buffers = [self._buffer(pages, device) for _ in self._sections[:2]]
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._exposed_copy_s = 0.0
+        self._copier = PageCopier(device) if device.type == "cuda" else None
+        self._last: torch.cuda.Event | None = None
+        self._waits = StreamWaits(device)
 
     def _buffer(self, pages: int, device: torch.device) -> _Buffer:
         section = self._sections[0]
@@ -66,15 +103,16 @@ class Staging:
     @property
     def exposed_copy_s(self) -> float:
         """Seconds for which the engine's stream had nothing to do but wait for a layer's rows."""
-        for before, after in self._waits:
-            after.synchronize()
-            self._exposed_copy_s += before.elapsed_time(after) / 1000
-        self._waits.clear()
-        return self._exposed_copy_s
+        return self._waits.total_s()
 
     # ------------------------------------------------------------ a chunk
     def begin(self, mirror: Tensor, known: int, end: int, tokens: int) -> Text:
         """Start a chunk of ``tokens`` that ends at entry ``end``; mirror: [P] int32 on the host."""
+        self._waits.collect()
+        # A chunk that was given up, or that no token took through every layer, left copies under
+        # way: they must not land on this chunk's rows.
+        if self._last is not None:
+            self._last.wait()
         device = self._buffers[0].bytes.device
         text = Text(
             mirror=mirror,
@@ -94,32 +132,21 @@ class Staging:
         if layer == len(self._sections):
             return
         text.queued += 1
-        buffer = self._buffers[layer % 2]
-        pages = -(-text.known // C4_ROWS_PER_PAGE)
-        if self._stream is None:
-            self._copy_in(layer, text, pages)
+        buffer, pages = self._buffers[layer % 2], -(-text.known // C4_ROWS_PER_PAGE)
+        numbers, source = torch.arange(pages), self._mirror_section(layer)
+        if self._copier is None:
+            copy_pages(buffer.bytes, numbers, source, text.mirror[:pages])
             return
         # The mirror's rows were written on the engine's stream; so were this buffer's last readers.
-        self._stream.wait_stream(torch.cuda.current_stream(buffer.bytes.device))
-        with torch.cuda.stream(self._stream):
-            self._copy_in(layer, text, pages)
-            buffer.filled = self._stream.record_event()
-
-    def _copy_in(self, layer: int, text: Text, pages: int) -> None:
-        source = self._mirror_section(layer)
-        into = self._buffers[layer % 2].bytes
-        copy_pages(into, torch.arange(pages), source, text.mirror[:pages])
+        buffer.filled = self._copier.copy(buffer.bytes, numbers, source, text.mirror[:pages])
+        self._last = buffer.filled
 
     def rows(self, layer: int, text: Text) -> Rows:
         """Staging of a layer: rows by entry number. The engine's stream waits for its copy."""
         buffer = self._buffers[layer % 2]
         if text.streamed and buffer.filled is not None:
-            stream = torch.cuda.current_stream(buffer.bytes.device)
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record(stream)
-            stream.wait_event(buffer.filled)
-            after.record(stream)
-            self._waits.append((before, after))
+            with self._waits.timed():
+                buffer.filled.wait()
         return buffer.rows
 
     def fetch(self, layer: int, text: Text, chosen: Tensor) -> None:

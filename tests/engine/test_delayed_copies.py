@@ -1,72 +1,18 @@
 """Device pages that fill late, and in any order that streams allow, never show in an answer.
 
-A copier stands in for the copy stream: a copy's bytes land when somebody waits for it or has asked
-often enough, never before; until then its target holds NaN.
+A copier stands in for the copy stream (late_copies.py).
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Sequence
 
 import pytest
-import torch
-from torch import Tensor
 
 from dsv4_tierd.engine import messages as m
-from dsv4_tierd.kernels.ref.page_copy import copy_pages
+from late_copies import LateCopier
 from small_models import text
 from world import World
-
-
-class LateCopier:
-    """Copies land in order, each after ``draw`` queries of its event."""
-
-    def __init__(self, draw: random.Random, most: int) -> None:
-        self.draw, self.most = draw, most
-        self.waiting: deque[LateCopy] = deque()
-        self.early_reads = 0
-
-    def copy(
-        self,
-        dst: Tensor,
-        dst_ids: Sequence[int],
-        src: Tensor,
-        src_ids: Sequence[int],
-        columns: slice = slice(None),
-    ) -> LateCopy:
-        """As PageCopier's, but late."""
-        for page in dst_ids:
-            dst[page].fill_(0xFF)  # NaN in every format
-        move = (dst[:, columns], torch.tensor(dst_ids), src[:, columns], torch.tensor(src_ids))
-        late = LateCopy(self, move, self.draw.randrange(self.most + 1))
-        self.waiting.append(late)
-        return late
-
-
-class LateCopy:
-    """What stands for the event."""
-
-    def __init__(self, copier: LateCopier, move: tuple[Tensor, ...], queries: int) -> None:
-        self.copier, self.move, self.queries = copier, move, queries
-        self.done = False
-
-    def query(self) -> bool:
-        """Whether the bytes are there; asking brings them nearer."""
-        self.queries -= 1
-        if self.queries < 0:
-            self.synchronize()
-        return self.done
-
-    def synchronize(self) -> None:
-        """Everything queued up to here lands, in order."""
-        while not self.done:
-            first = self.copier.waiting.popleft()
-            dst, dst_ids, src, src_ids = first.move
-            if len(dst_ids):
-                copy_pages(dst, dst_ids, src, src_ids)
-            first.done = True
 
 
 def _late(model, seed: int, most: int = 6, **settings: object) -> World:  # type: ignore[no-untyped-def]

@@ -5,6 +5,7 @@ On a CPU the ops are their twins: what is tested is the order of calls, ids and 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence as Seq
 
 import pytest
@@ -17,7 +18,9 @@ from dsv4_tierd.engine.gpu.warm import warm
 from dsv4_tierd.engine.model.presets import Storage
 from dsv4_tierd.engine.model.transformer import Transformer
 from dsv4_tierd.kernels.scan_plan import fill_plan, new_plan
+from dsv4_tierd.tiering import staging
 from dsv4_tierd.tiering.sequence import Sequence
+from late_copies import LateCopier
 from small_models import text
 from world import World
 
@@ -172,3 +175,20 @@ def test_no_budget_chooses_the_shape_of_a_step(models) -> None:
         shapes.append((world.plan.context_tokens // 256, columns))
     assert 17 <= shapes[0][0] < 64 <= shapes[1][0]
     assert shapes[0][1] == shapes[1][1]
+
+
+@pytest.mark.parametrize("chunk_tokens", [100, 256])
+def test_how_rows_come_to_a_prefill_never_shows(
+    models, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
+) -> None:
+    """Whole layers that land as late as they may, or chosen rows alone: as if all were there."""
+    settings = {"chunk_tokens": chunk_tokens}
+    expected = _life(_world(models, "kernels", "resident", "SHCC", settings))
+    streamed = _world(models, "kernels", "hisparse", "SHCC", settings)
+    assert isinstance(streamed.engine.runner, DeviceRunner)
+    prefill = streamed.engine.runner.prefill
+    assert prefill.staging is not None
+    prefill.staging._copier = LateCopier(random.Random(1), most=50)  # type: ignore[assignment]
+    assert _life(streamed) == expected
+    monkeypatch.setattr(staging, "STREAM_TOKENS_PER_QUERY", 0)
+    assert _life(_world(models, "kernels", "hisparse", "SHCC", settings)) == expected
