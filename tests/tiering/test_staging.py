@@ -59,12 +59,14 @@ def test_copies_of_a_chunk_that_was_given_up_never_land_on_the_next_one(
     text = desk.begin(known=130, end=133, tokens=12)
     assert not text.streamed
     own = torch.rand(3, DIM)
-    desk.staging.rows(0, text).write(torch.arange(130, 133), own)
+    rows = desk.staging.rows(0, text)
+    rows.write(torch.arange(130, 133), own)
+    desk.staging.fetch(0, text, torch.tensor([[5, 129, 132]], dtype=torch.int32))
     for late in list(desk.copier.waiting):
         late.synchronize()
-    chosen = torch.tensor([[5, 129, 132]], dtype=torch.int32)
-    found = desk.pass_layer(0, text, chosen, own)
-    assert found.equal(torch.stack([desk.rows[0][5], desk.rows[0][129], own[2]]))
+    assert rows.read(torch.arange(130, 133)).equal(own)
+    desk.staging.done(0, text)
+    assert desk.memory.mirror_c4[0].read(desk.mirror_ids(133)[130:]).equal(own)
 
 
 @pytest.mark.parametrize("streamed", [True, False])
