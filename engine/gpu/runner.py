@@ -100,6 +100,15 @@ class DeviceRunner(Runner):
         return self.network.logits(x)
 
     @torch.no_grad()
+    def finish(self, chunk: Chunk, want_logits: bool) -> Tensor | None:
+        """As the plain one's. Where no logits are waited for, the chunk's copies are."""
+        logits = super().finish(chunk, want_logits)
+        if logits is None:
+            # Its sequence may end now, and others write its pages from the host.
+            self.settle()
+        return logits
+
+    @torch.no_grad()
     def decode(self, seqs: Seq[Sequence]) -> Tensor:
         assert 0 < len(seqs) <= self.batch_rows, len(seqs)
         for seq in seqs:

@@ -133,6 +133,29 @@ class Watched:
         return logits
 
 
+def test_warming_waits_for_the_device(models) -> None:
+    """What was queued before, weights on their way for one, keeps no text from becoming ready."""
+    world = _world(models, "kernels", "hisparse")
+    copier = LateCopier(random.Random(1), most=50)
+    copier.draw.randrange = lambda most: most - 1  # type: ignore[method-assign, assignment]
+    world.tiers.memory._copier = copier  # type: ignore[assignment]
+    assert isinstance(world.engine.runner, DeviceRunner)
+    warm(world.engine.runner, 256, lambda _done, _total: None)
+    assert not copier.waiting
+
+
+def test_nothing_is_on_its_way_when_a_request_without_logits_ends(models) -> None:
+    """An append waits for its copies to the mirror: its pages may be another's at once."""
+    world = _world(models, "kernels", "hisparse")
+    runner, settled = world.engine.runner, []
+    runner.settle = lambda: settled.append(len(world.tiers.running))  # type: ignore[method-assign]
+    session = world.open()
+    world.run(world.submit(session, text(1, 9)))
+    assert settled == [1]
+    world.run(world.submit(session, text(2, 9), max_tokens=1))
+    assert settled == [1]
+
+
 def test_a_step_is_told_the_pages_of_its_own_sessions(models) -> None:
     """Whoever ran in its places before, with as many pages: shared, not shared, page by page."""
     world = _world(models, "kernels", "hisparse", settings={"audit": False})
