@@ -55,7 +55,8 @@ def expert_scratch(tokens_max: int, k: int, routed: Experts, device: torch.devic
     number, dim, inner = routed.w2.shape
     pairs = tokens_max * (k + 1)
     precise = torch.float32 if tokens_max <= _PRECISE_TOKENS_MAX else torch.bfloat16
-    tiles = max(_tile_count(t, k, number) for t in {tokens_max, min(tokens_max, 128)})
+    # Fewer tokens may need more tiles: smaller ones.
+    tiles = max((_tile_count(t, k, number) for t in range(1, tokens_max + 1)), default=0)
     return ExpertScratch(
         torch.empty(pairs * inner, dtype=torch.bfloat16, device=device),
         torch.empty(pairs * dim, dtype=precise, device=device),
