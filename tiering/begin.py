@@ -70,10 +70,10 @@ class Begin:
                     self._io.load(node, ObjectKind.PAGE, self._evictor.take_mirror())
             elif not self._io.loading(node, ObjectKind.PAGE):
                 raise StaleStart  # late: it may still land, but not for us
-        if waiting or not self._point_ready(seq):
+        point_ready = self._point_ready(seq)
+        self._restore(seq)
+        if waiting or not point_ready:
             return False
-        if not seq.restoring:
-            self._restore(seq)
         if seq.incoming is not None and not seq.incoming.query():
             return False
         return self._begin(seq)
@@ -83,6 +83,9 @@ class Begin:
         if node is None or node.resume != NO_PAGE:
             return True
         if not self._io.in_flight(node, ObjectKind.RESUME):
+            here = node.mirror != NO_PAGE or self._io.in_flight(node, ObjectKind.PAGE)
+            if not here or not self._io.can_load:
+                return False  # its page first
             slot = self._points.take() if node.resume_stored and self._io.up else None
             if slot is None:
                 raise StaleStart
@@ -92,8 +95,13 @@ class Begin:
         return False
 
     def _restore(self, seq: Sequence) -> None:
-        """Everything is in the mirror: start to fill the device pages that are missing."""
-        missing = [node for node in seq.path if node.device == NO_PAGE]
+        """Start to fill device pages of what is in the mirror, while the rest comes in."""
+        landed = seq.restored
+        while landed < len(seq.path) and seq.path[landed].mirror != NO_PAGE:
+            landed += 1
+        if landed == seq.restored:
+            return
+        missing = [node for node in seq.path[seq.restored : landed] if node.device == NO_PAGE]
         for node in missing:
             seq.reservation.device -= 1
             self._tree.set_device(node, self._evictor.take_device())
@@ -101,7 +109,7 @@ class Begin:
         seq.incoming = self._memory.restore_all(
             [node.mirror for node in missing], [node.device for node in missing]
         )
-        seq.restoring = True
+        seq.restored = landed
 
     def _begin(self, seq: Sequence) -> bool:
         """Its pages are filled: fill the tail's slot."""

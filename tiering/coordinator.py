@@ -333,13 +333,13 @@ class Coordinator:
                 self._back_off("a read is late")
 
     def _before(self, load: _Load) -> bool:
-        """Whether a page must wait for the one before it, whose read is still under way.
+        """Whether it must wait for the page it hangs on, whose read is still under way.
 
-        Reads end in any order; a page without the one before it could not be kept.
+        Reads end in any order; a page without the one before it, or a point without its page, could
+        not be kept.
         """
-        parent = load.node.parent
-        is_page = load.kind is ObjectKind.PAGE
-        return is_page and parent is not None and self.loading(parent, load.kind)
+        needed = load.node.parent if load.kind is ObjectKind.PAGE else load.node
+        return needed is not None and self.loading(needed, ObjectKind.PAGE)
 
     def _apply_load(self, load: _Load) -> None:
         error = load.future.exception()

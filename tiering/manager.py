@@ -112,7 +112,10 @@ class TierManager:
     @property
     def restoring(self) -> bool:
         """Whether a sequence waits for nothing but copies to its device pages."""
-        return any(seq.restoring and not seq.began for seq in self.running)
+        return any(
+            seq.incoming is not None and seq.restored == len(seq.path) and not seq.began
+            for seq in self.running
+        )
 
     def root(self, salt: str) -> bytes:
         """The hash that a tenant's transcripts start from."""

@@ -57,7 +57,7 @@ class Sequence:
     reservation: Reservation = field(default_factory=Reservation)
     page_count: int = 0
     tail_from: int = 0
-    restoring: bool = False  # its device pages are taken; ``incoming`` tells when they are filled
+    restored: int = 0  # blocks whose device pages are taken; ``incoming``: when they are filled
     incoming: torch.cuda.Event | None = None
     rolling_slot: int | None = None
     rolling_at: int = 0
