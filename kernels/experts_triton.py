@@ -188,7 +188,7 @@ def one_down_kernel(
     put_rows(out_ptr, first, tl.sum(acc, 2), D, BN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "tiles", "beside"])
 def plan_kernel(
     ids_ptr,
     order_ptr,
@@ -267,7 +267,7 @@ def _up_tile(
     return swiglu(gate, up, LIMIT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "tiles"])
 def up_kernel(
     x_ptr,
     x_token,
@@ -341,7 +341,7 @@ def _down_tile(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "tiles"])
 def down_kernel(
     hidden_ptr,
     order_ptr,
@@ -399,7 +399,7 @@ def down_kernel(
         tl.store(at, acc, mask=there[:, None] & present[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def sum_kernel(
     answers_ptr,
     ids_ptr,

@@ -98,7 +98,7 @@ def _decoded(routed: Weight, shared: Weight | None, memory: Tensor) -> Tensor:
     return memory[: (number + 1) * size]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["beside"])
 def _take(
     x_ptr,
     x_token,
@@ -122,7 +122,7 @@ def _take(
         tl.store(out_ptr + row.to(tl.int64) * D + value, x.to(tl.bfloat16), mask=value < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["beside"])
 def _activate(
     both_ptr,
     shares_ptr,

@@ -253,7 +253,7 @@ def _store_row(at, a, b, c, d):
     tl.store(at + 3, d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def mix_many_kernel(
     x_ptr,
     fn_ptr,

@@ -296,7 +296,7 @@ def dot_tile(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def dot_kernel(
     x_ptr,
     x_token,

@@ -65,7 +65,7 @@ def row_store(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_rows", "row_count"])
 def _row_store(
     x_ptr,
     x_token,
