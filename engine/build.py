@@ -209,6 +209,16 @@ def _make_runner(config: EngineConfig, model: Transformer, tiers: TierManager) -
     )
 
 
+def _take_own_stream(device: torch.device) -> None:
+    """What follows is queued on a stream that takes copies in batches and captures.
+
+    The default one does not, and no such stream waits for it by itself.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))  # where the weights are made
+    torch.cuda.set_stream(stream)
+
+
 def build_engine(
     config: EngineConfig,
     model: Transformer,
@@ -225,8 +235,7 @@ def build_engine(
         raise InvalidRequest(f"chunk_tokens {chunk_tokens} is not positive", param="chunk_tokens")
     device = torch.device(config.device)
     if device.type == "cuda":
-        # The default one takes no copies in batches, and no capture.
-        torch.cuda.set_stream(torch.cuda.Stream(device))
+        _take_own_stream(device)
     layouts = Layouts.of(model.config, row_kind(config.kv_dtype))
     sizes = make_plan(config, model.config, layouts)
     tiers = TierManager(
