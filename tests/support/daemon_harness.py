@@ -17,10 +17,23 @@ import aiohttp
 from dsv4_tierd.daemon import app as app_module
 from dsv4_tierd.daemon.config import ServeConfig
 from dsv4_tierd.daemon.service import Service
+from dsv4_tierd.daemon.tokenize import TextCodec
+from dsv4_tierd.engine.vocabulary import find_tokenizer
 from fake_worker import next_token
 
-# Reading the tokenizer takes most of a second: once a test process is enough.
-app_module.load_text = functools.cache(app_module.load_text)
+
+@functools.cache
+def _read_once(file: Path, cache_bytes_max: int) -> TextCodec:
+    return TextCodec(file.read_text(encoding="utf-8"), cache_bytes_max)
+
+
+def _load_text(config: ServeConfig, vocab_size: int) -> TextCodec | None:
+    file = find_tokenizer(config.model, vocab_size)
+    return None if file is None else _read_once(file, config.token_cache_budget)
+
+
+# Reading the tokenizer takes most of a second and 80 MB: once a test process is enough.
+app_module.load_text = _load_text
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 
