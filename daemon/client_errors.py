@@ -11,7 +11,7 @@
     │   ├── SessionBusyError       409 session_busy
     │   ├── SessionExpiredError    410
     │   └── PreconditionError      412: the session is not as long as thought
-    ├── CapacityError              429, 507, host_pool_exhausted, exceeds_capacity
+    ├── CapacityError              429, 507, exceeds_capacity, out of host or device memory
     └── UnavailableError           503, 504: restarting, draining
 """
 
@@ -83,6 +83,7 @@ _BY_CODE: dict[str, type[TierdError]] = {
     "precondition_failed": PreconditionError,
     "exceeds_capacity": CapacityError,
     "host_pool_exhausted": CapacityError,
+    "device_out_of_memory": CapacityError,
     "pin_budget_exhausted": CapacityError,
     "queue_full": CapacityError,
     "quota_exceeded": CapacityError,

@@ -5,11 +5,13 @@ Only this thread writes tier state. Nothing in a step blocks on the store or on 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -21,12 +23,18 @@ from dsv4_tierd.engine.scheduler import Scheduler
 from dsv4_tierd.engine.session import Session
 from dsv4_tierd.tiering.begin import StaleStart
 from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
-from dsv4_tierd.tiering.errors import HostPoolExhausted, TierError
+from dsv4_tierd.tiering.errors import DeviceOutOfMemory, HostPoolExhausted, TierError
 from dsv4_tierd.tiering.idle import IdleTails
 from dsv4_tierd.tiering.manager import TierManager
 from dsv4_tierd.tiering.retention import Retention
 
+log = logging.getLogger("dsv4_tierd.engine")
+
 STORED_TAIL_DEADLINE_S = 10.0
+OUT_OF_MEMORY = (
+    "the device has no room for a chunk of the prompt: a smaller --chunk-tokens needs less"
+)
+OUT_OF_MEMORY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +204,12 @@ class Engine:
         decoding = bool(self.scheduler.in_state(State.DECODE))
         layers = self._pace.layers(layer_count) if decoding else layer_count
         started, first = time.perf_counter(), chunk.layer
-        done = self.runner.advance(chunk, layers)
+        try:
+            done = self.runner.advance(chunk, layers)
+        except torch.OutOfMemoryError as error:  # nothing that the sequence holds was written
+            log.error("a prefill chunk does not fit the device: %s", error)  # noqa: TRY400
+            self.fail(request, DeviceOutOfMemory(OUT_OF_MEMORY, retry_after_s=OUT_OF_MEMORY_S))
+            return True
         if decoding:
             self.runner.settle()
         self._pace.layer_s = (time.perf_counter() - started) / max(chunk.layer - first, 1)

@@ -23,6 +23,7 @@
     │   ├── QueueFull               429 queue_full
     │   ├── QuotaExceeded           429 quota_exceeded
     │   ├── HostPoolExhausted       503 host_pool_exhausted
+    │   ├── DeviceOutOfMemory       503 device_out_of_memory
     │   └── PinBudgetExhausted      507 pin_budget_exhausted
     ├── TransferFailed            bytes that did not arrive whole; recomputed, never served
     │                               500 transfer_failed
@@ -158,6 +159,12 @@ class QuotaExceeded(Refused):
 
 class HostPoolExhausted(Refused):
     code = "host_pool_exhausted"
+
+
+class DeviceOutOfMemory(Refused):
+    """What no plan counts did not fit: activations beside weights and pools."""
+
+    code = "device_out_of_memory"
 
 
 class PinBudgetExhausted(Refused):

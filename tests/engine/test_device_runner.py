@@ -19,6 +19,7 @@ from dsv4_tierd.engine.model.presets import Storage
 from dsv4_tierd.engine.model.transformer import Transformer
 from dsv4_tierd.kernels.scan_plan import fill_plan, new_plan
 from dsv4_tierd.tiering import staging
+from dsv4_tierd.tiering.errors import UnsupportedCombination
 from dsv4_tierd.tiering.sequence import Sequence
 from late_copies import LateCopier
 from small_models import text
@@ -220,3 +221,9 @@ def test_how_rows_come_to_a_prefill_never_shows(
     assert _life(streamed) == expected
     monkeypatch.setattr(staging, "STREAM_TOKENS_PER_QUERY", 0)
     assert _life(_world(models, "kernels", "hisparse", "SHCC", settings)) == expected
+
+
+def test_a_batch_that_the_kernels_do_not_take_is_refused(models) -> None:
+    """More chosen rows in a step than one plan holds: an error with the most that there can be."""
+    with pytest.raises(UnsupportedCombination, match="at most 1024"):
+        _world(models, "kernels", "hisparse", settings={"max_batch": 1025}, index_topk=128)

@@ -231,3 +231,24 @@ def test_progress_is_told(models) -> None:
     )
     world.run(world.submit(world.open(), PROMPT, 1))
     assert [(each.done, each.total) for each in told] == [(100, 300), (200, 300), (256, 300)]
+
+
+def test_a_chunk_that_does_not_fit_the_device_fails_alone(models) -> None:
+    """Out of memory in a prefill is that request's 503; the engine goes on, nothing is lost."""
+    world = models("SCH", 16).world(chunk_tokens=100)
+    session, prompt = world.open(), text(8, 350)
+    advance, failing = world.engine.runner.advance, [True]
+
+    def out_of_memory(chunk, layers):
+        if chunk.first >= 200 and failing:
+            failing.clear()
+            raise torch.OutOfMemoryError
+        return advance(chunk, layers)
+
+    world.engine.runner.advance = out_of_memory
+    failed = world.generate(session, prompt, 4).failed
+    assert failed is not None
+    assert (failed.code, failed.retry_after_s) == ("device_out_of_memory", 10.0)
+    again, fresh = world.generate(session, prompt, 4), world.generate(world.open(), prompt, 4)
+    assert again.token_ids == fresh.token_ids != []
+    world.settle()
