@@ -133,7 +133,8 @@ class Rig:
             self.config, model.transformer, self._receive, None, store, identity.digest
         )
         if isinstance(self.engine.runner, DeviceRunner):  # as the worker does before it is ready
-            warm(self.engine.runner, self.engine.options.chunk_tokens, lambda _done, _total: None)
+            size = self.engine.options.chunk_tokens
+            warm(self.engine.runner, size, lambda _done, _total: None, batch_max=1)
 
     @property
     def tiers(self) -> TierManager:

@@ -19,6 +19,7 @@ from dsv4_tierd.engine.model.config import ModelConfig
 from dsv4_tierd.engine.model.transformer import Transformer
 from dsv4_tierd.engine.runner import Chunk, Runner
 from dsv4_tierd.kernels.layout import RowKind
+from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
 from dsv4_tierd.tiering.manager import TierManager
 from dsv4_tierd.tiering.sequence import Sequence
 
@@ -118,6 +119,24 @@ class DeviceRunner(Runner):
         for seq in seqs:
             self.tiers.commit(seq, seq.position + 1, decoded=True)
         return logits
+
+    @torch.no_grad()
+    def record(self, seq: Sequence, batch_max: int) -> None:
+        """Record the graphs of up to ``batch_max`` sessions at every reach, before any is wanted.
+
+        ``seq`` stands for all of a batch; its pending token is computed again each time, and not
+        committed.
+        """
+        self.tiers.extend(seq, seq.position + 1)
+        most = -(-self.tiers.config.plan.context_tokens // BLOCK_TOKENS)
+        columns = _COLUMNS_MIN
+        assert seq.page_count <= columns, "a text longer than the shortest page table"
+        while True:
+            for batch in range(1, min(batch_max, self.batch_rows) + 1):
+                self._step_for(batch, columns).run([seq])
+            if columns >= most:
+                return
+            columns *= 4
 
     def _step_for(self, count: int, pages: int) -> DecodeStep:
         batch = next((size for size in _BATCHES if size >= count), self.batch_rows)

@@ -15,16 +15,22 @@ from dsv4_tierd.tiering.store.protocol import WritePolicy
 
 # Ops choose their kernels by the number of tokens: with the largest chunk these meet every choice.
 SMALL_CHUNKS = (4033, 1985, 961, 513, 497, 241, 86, 65, 33, 17, 6, 4, 3, 2, 1)
+RECORDED_BATCH = 8
 _PAUSE_S = 0.001
 
 
 @torch.no_grad()
-def warm(runner: DeviceRunner, chunk_tokens: int, progress: Callable[[int, int], None]) -> None:
-    """Run a chunk of each size and one decode step; told steps done, steps in all.
+def warm(
+    runner: DeviceRunner,
+    chunk_tokens: int,
+    progress: Callable[[int, int], None],
+    batch_max: int = RECORDED_BATCH,
+) -> None:
+    """Run a chunk of each size, and record decode's graphs; told steps done, steps in all.
 
     Nothing of it stays, in the tiers or in the store. Some seconds where kernels are on disk
-    already, a minute or two where they must be compiled. Graphs of other batches, and of longer
-    contexts, are still recorded at first use.
+    already, a minute or two where they must be compiled. Graphs of more than ``batch_max`` sessions
+    are recorded at first use.
     """
     tiers = runner.tiers
     sizes = chunk_sizes(chunk_tokens, tiers.config.plan.context_tokens - 1)
@@ -35,11 +41,13 @@ def warm(runner: DeviceRunner, chunk_tokens: int, progress: Callable[[int, int],
     while not tiers.ready(seq):  # for what the device was given to do before
         time.sleep(_PAUSE_S)
     layers = runner.model.config.num_hidden_layers
-    for number, size in enumerate(sizes):
+    for number, size in enumerate(sizes[::-1]):
         chunk = runner.begin(seq, seq.position + size)
         runner.advance(chunk, layers)
         runner.network.logits(chunk.x[: runner.batch_rows])  # as that many sessions' would be
         runner.finish(chunk, want_logits=True)
+        if number == 0:  # while the text fits the shortest page table
+            runner.record(seq, batch_max)
         progress(number + 1, len(sizes) + 1)
     runner.decode([seq])
     runner.settle()

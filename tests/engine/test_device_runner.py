@@ -96,6 +96,10 @@ def test_warming_leaves_nothing(models) -> None:
     assert isinstance(world.engine.runner, DeviceRunner)
     warm(world.engine.runner, 256, lambda done, total: told.append((done, total)))
     assert told[-1][0] == told[-1][1] == len(told)
+    recorded = set(world.engine.runner._steps)
+    assert {batch for batch, _ in recorded} == {1, 2, 3, 4}
+    reach = max(columns for _, columns in recorded) * 256
+    assert reach >= world.plan.context_tokens
     world.settle()
     for pool in (world.tiers.mirror_pool, world.tiers.device_pool):
         assert pool.free_count == pool.capacity
