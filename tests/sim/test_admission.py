@@ -6,6 +6,7 @@ import pytest
 
 from dsv4_tierd.engine import messages as m
 from dsv4_tierd.engine.scheduler import Scheduler
+from dsv4_tierd.tiering.store.protocol import ObjectKind
 from hostile_store import HostileStore
 from small_models import Model, text
 from truth import assert_true, assert_usage_adds_up, at_rest, make_world, stats, step_until
@@ -169,7 +170,8 @@ def test_a_page_being_read_is_never_reused(micro: Model) -> None:
     session = world.open()
     slow = world.submit(session, text(7, 1100), 3)
     world.step()
-    targets = {page for _, page in world.tiers.coordinator.load_targets}
+    loads = world.tiers.coordinator.load_targets
+    targets = {page for kind, page in loads if kind is ObjectKind.PAGE}
     assert len(targets) == 4
     world.verbs.handle(m.Cancel(request_id=slow))
     for seed in range(4):
