@@ -25,7 +25,6 @@ from dsv4_tierd.engine.model.transformer import Transformer
 from dsv4_tierd.engine.runner import Runner
 from dsv4_tierd.engine.verbs import Verbs
 from dsv4_tierd.kernels.layout import PAGE_TOKENS, PageLayout, RowFormat, RowKind
-from dsv4_tierd.kernels.swap_in import PAIRS_MAX
 from dsv4_tierd.kernels.tail_layout import TailLayout
 from dsv4_tierd.tiering.errors import InvalidRequest, StoreUnavailable, UnsupportedCombination
 from dsv4_tierd.tiering.manager import TierConfig, TierManager
@@ -98,12 +97,6 @@ def resolved(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             log.warning("the plain engine runs on the GPU, slowly: %s", reason)
     if device == "cuda" and runner == "kernels" and reason is not None:
         raise UnsupportedCombination(reason, param="runner")
-    if runner == "kernels" and config.max_batch * model.index_topk > PAIRS_MAX:
-        most = PAIRS_MAX // model.index_topk
-        raise UnsupportedCombination(
-            f"--max-batch {config.max_batch}: the kernels swap in the rows of at most {most}",
-            param="max_batch",
-        )
     chunk_tokens = config.chunk_tokens
     if chunk_tokens is None:
         chunk_tokens = CHUNK_TOKENS if device == "cuda" and runner == "kernels" else 512

@@ -19,6 +19,7 @@ from dsv4_tierd.engine.model.config import ModelConfig
 from dsv4_tierd.engine.model.transformer import Transformer
 from dsv4_tierd.engine.runner import Chunk, Runner
 from dsv4_tierd.kernels.layout import RowKind
+from dsv4_tierd.kernels.swap_in import PAIRS_MAX
 from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
 from dsv4_tierd.tiering.manager import TierManager
 from dsv4_tierd.tiering.sequence import Sequence
@@ -52,6 +53,8 @@ class DeviceRunner(Runner):
         plan = tiers.config.plan
         workspace = torch.empty(plan.score_count, dtype=torch.float32, device=self.device)
         self.prefill = Prefill(self.network, tiers, workspace)
+        # Sessions of one graph: what one plan of swap-ins takes, and the largest batch below.
+        self.together_max = min(PAIRS_MAX // max(model.config.index_topk, 1), _BATCHES[-1])
         self._step = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._steps: dict[tuple[int, int], DecodeStep] = {}
         self._side_streams = side_streams
@@ -114,11 +117,16 @@ class DeviceRunner(Runner):
         assert 0 < len(seqs) <= self.batch_rows, len(seqs)
         for seq in seqs:
             self.tiers.extend(seq, seq.position + 1)
-        step = self._step_for(len(seqs), max(seq.page_count for seq in seqs))
-        logits = step.run(seqs)
+        parts = [seqs[i : i + self.together_max] for i in range(0, len(seqs), self.together_max)]
+        logits = self._run(parts[0])
+        if len(parts) > 1:  # a run overwrites the results of the one before
+            logits = torch.cat([logits.clone(), *(self._run(part).clone() for part in parts[1:])])
         for seq in seqs:
             self.tiers.commit(seq, seq.position + 1, decoded=True)
         return logits
+
+    def _run(self, seqs: Seq[Sequence]) -> Tensor:
+        return self._step_for(len(seqs), max(seq.page_count for seq in seqs)).run(seqs)
 
     @torch.no_grad()
     def record(self, seq: Sequence, batch_max: int) -> None:

@@ -19,7 +19,6 @@ from dsv4_tierd.engine.model.presets import Storage
 from dsv4_tierd.engine.model.transformer import Transformer
 from dsv4_tierd.kernels.scan_plan import fill_plan, new_plan
 from dsv4_tierd.tiering import staging
-from dsv4_tierd.tiering.errors import UnsupportedCombination
 from dsv4_tierd.tiering.sequence import Sequence
 from late_copies import LateCopier
 from small_models import text
@@ -227,7 +226,14 @@ def test_how_rows_come_to_a_prefill_never_shows(
     assert _life(_world(models, "kernels", "hisparse", "SHCC", settings)) == expected
 
 
-def test_a_batch_that_the_kernels_do_not_take_is_refused(models) -> None:
-    """More chosen rows in a step than one plan holds: an error with the most that there can be."""
-    with pytest.raises(UnsupportedCombination, match="at most 1024"):
-        _world(models, "kernels", "hisparse", settings={"max_batch": 1025}, index_topk=128)
+def test_a_batch_too_large_for_one_graph_is_run_in_parts(models) -> None:
+    """More sessions than one plan of swap-ins takes: each answers as it does alone."""
+    prompts = [text(20 + i, 90 + 80 * i) for i in range(3)]
+    alone = _world(models, "kernels", "hisparse")
+    expected = [alone.generate(alone.open(), prompt, 5).token_ids for prompt in prompts]
+    world = _world(models, "kernels", "hisparse")
+    assert isinstance(world.engine.runner, DeviceRunner)
+    assert world.engine.runner.together_max == 256
+    world.engine.runner.together_max = 2
+    answers = world.run(*(world.submit(world.open(), prompt, 5) for prompt in prompts))
+    assert [answer.token_ids for answer in answers] == expected
