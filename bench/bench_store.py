@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import redis
@@ -336,10 +337,10 @@ def entrants(url: str, folder: Path, mib: int, page_kib: int) -> dict[str, Conte
         "tiered, far": FarTiered(own("far"), folder / "far", url),
     }
     if find_spec("lmcache"):
-        host, _, port = url.rpartition("/")[2].partition(":")
+        place = urlsplit(url)
         specs: dict[str, dict[str, Any]] = {
             "fs_native": {"type": "fs_native", "base_path": str(folder / "lmcache")},
-            "resp": {"type": "resp", "host": host, "port": int(port)},
+            "resp": {"type": "resp", "host": place.hostname, "port": place.port},
         }
         for kind, spec in specs.items():
             raw, patient = f"raw LMCache {kind}", {**spec, "deadline_s": 20.0}
