@@ -32,7 +32,6 @@ from dsv4_tierd.tiering.manager import TierManager
 from dsv4_tierd.tiering.sequence import Sequence
 
 C128_ROWS_PER_PAGE = PAGE_TOKENS // C128
-C4_ROWS_PER_PAGE = PAGE_TOKENS // C4
 
 
 class LayerRanks:
@@ -98,10 +97,10 @@ class PrefillAttend:
         rank = self.ranks.of[p.layer]
         rings, rows = self.tiers.tails.c128_rings[rank], self.tiers.memory.c128[rank]
         numbers, entries = self._emit(p, p.main_kv, p.main_gate, rings, constants.main)
-        pages = self.seq.device_pages.to(p.q.device, torch.int64)
-        rows.write(_row_ids(pages, numbers, C128_ROWS_PER_PAGE), entries)
+        pages = self.seq.device_pages
+        rows.write(page_rows(pages, numbers, C128_ROWS_PER_PAGE), entries)
         known = torch.arange(self.stop // C128, device=p.q.device)
-        return Listed(rows, _row_ids(pages, known, C128_ROWS_PER_PAGE), (p.positions + 1) // C128)
+        return Listed(rows, page_rows(pages, known, C128_ROWS_PER_PAGE), (p.positions + 1) // C128)
 
     def _chosen_entries(self, p: Projections, constants: LayerConstants) -> Picked:
         tiers, rank, end = self.tiers, self.ranks.of[p.layer], self.stop // C4
@@ -277,8 +276,3 @@ class DecodeAttend:
         positions, per_page = self.positions[closing], PAGE_TOKENS // ratio
         pages = self.device_pages[closing, positions // PAGE_TOKENS]
         rows.write(pages * per_page + positions // ratio % per_page, entries[closing])
-
-
-def _row_ids(pages: Tensor, numbers: Tensor, per_page: int) -> Tensor:
-    """Row ids of entries [n] of one sequence. pages: its device pages [P] int64."""
-    return pages[numbers // per_page] * per_page + numbers % per_page

@@ -28,6 +28,7 @@ from dsv4_tierd.engine.config import EngineConfig
 from dsv4_tierd.engine.gpu.runner import DeviceRunner
 from dsv4_tierd.engine.gpu.warm import warm
 from dsv4_tierd.engine.messages import FRAME_BYTES_MAX, LoadProgress, Ready, ToDaemon, ToWorker
+from dsv4_tierd.engine.model.config import load_config
 from dsv4_tierd.engine.model.presets import model_name
 from dsv4_tierd.engine.vocabulary import find_tokenizer
 
@@ -109,9 +110,9 @@ class Channel:
 def serve(channel: Channel, config: EngineConfig) -> None:
     """Load, say Ready, and run until the socket closes."""
     channel.send(LoadProgress(stage="weights", done=0, total=1))
+    config = resolved(config, load_config(config.model))
     model = load_model(config)
     channel.send(LoadProgress(stage="weights", done=1, total=1))
-    config = resolved(config, model.config)
     layouts = Layouts.of(model.config, row_kind(config.kv_dtype))
     identity = store_identity(config, model.config, layouts)
     store = open_store(config, identity)

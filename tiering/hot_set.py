@@ -54,10 +54,13 @@ class C4Place:
         return page_rows(self.mirror_pages, entries)
 
 
-def page_rows(pages: Tensor, entries: Tensor) -> Tensor:
-    """Flat row (int64) of C4 entries [...] int in pages [page_count] int32 of any device."""
-    numbers = pages.to(entries.device, torch.int64)[entries // C4_ROWS_PER_PAGE]
-    return numbers * C4_ROWS_PER_PAGE + entries % C4_ROWS_PER_PAGE
+def page_rows(pages: Tensor, entries: Tensor, per_page: int = C4_ROWS_PER_PAGE) -> Tensor:
+    """Flat row (int64) of entries [...] int in pages [page_count] int32 of any device.
+
+    per_page: entries of one page; by default C4's.
+    """
+    numbers = pages.to(entries.device, torch.int64)[entries // per_page]
+    return numbers * per_page + entries % per_page
 
 
 class C4Rows(Protocol):

@@ -18,11 +18,9 @@ from torch import Tensor
 from dsv4_tierd.kernels.layout import Rows
 from dsv4_tierd.kernels.page_copy import PageCopier, copy_pages
 from dsv4_tierd.kernels.step_ids import fetch_rows
+from dsv4_tierd.tiering.hot_set import STREAM_TOKENS_PER_QUERY
 from dsv4_tierd.tiering.mirror import PageMemory
 from dsv4_tierd.tiering.plan import C4_ROWS_PER_PAGE
-
-# A chunk of n tokens chooses nearly every row of a context shorter than n times this.
-STREAM_TOKENS_PER_QUERY = 2048
 
 
 @dataclass(slots=True)

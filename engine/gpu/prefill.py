@@ -76,7 +76,10 @@ class Prefill:
 
     def skip(self, number: int, place: ChunkPlace) -> None:
         """A layer that no token of the chunk passes (a bounded replay)."""
-        layer = self.network.layers[number]
+        self._done(self.network.layers[number], place)
+
+    def _done(self, layer: DeviceLayer, place: ChunkPlace) -> None:
+        """The layer's readers of staged rows are queued, if it has any."""
         if layer.kind == C4 and self.staging is not None and place.text is not None:
             self.staging.done(layer.rank, place.text)
 
@@ -103,8 +106,7 @@ class Prefill:
             network.config.sliding_window,
             inverse=InverseRope(positions, layer.attention.inv_freq),
         )
-        if layer.kind == C4 and self.staging is not None and place.text is not None:
-            self.staging.done(layer.rank, place.text)
+        self._done(layer, place)
         return network.output(layer, o)
 
     def _window(
@@ -131,9 +133,7 @@ class Prefill:
     ) -> Listed:
         rows, rings = self.tiers.memory.c128[layer.rank], self.tiers.tails.c128_rings[layer.rank]
         numbers = torch.arange(place.stop // C128, device=positions.device)
-        pages = place.device_pages.long()
-        ids = pages[numbers // _C128_ROWS_PER_PAGE] * _C128_ROWS_PER_PAGE
-        ids = (ids + numbers % _C128_ROWS_PER_PAGE).int()
+        ids = page_rows(place.device_pages, numbers, _C128_ROWS_PER_PAGE).int()
         assert p.main_kv is not None and p.main_gate is not None
         assert layer.constants.main is not None
         params = layer.constants.main

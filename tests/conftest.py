@@ -1,13 +1,9 @@
-"""What the GPU tests of the engine share: skipped, and said so, without a card."""
+"""Tests in a folder ``gpu`` need a card: skipped, and said so, without one."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-
-HERE = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,6 +15,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         not torch.cuda.is_available(), reason="no GPU: torch.cuda is not available"
     )
     for item in items:
-        if HERE in item.path.parents:
+        if item.path.parent.name == "gpu":
             item.add_marker(pytest.mark.gpu)
             item.add_marker(skip)
