@@ -112,7 +112,7 @@ async def test_suspend_resume_residency_points_and_pin(daemon: Daemon) -> None:
     found = await daemon.ok("POST", "/v1/sessions/a/suspend?wait=true", {"tier": "store"})
     assert (found["state"], found["suspended_tier"]) == ("suspended", "store")
     operation = await daemon.ok("POST", "/v1/sessions/a/resume", {})
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while operation["state"] == "running":
             operation = await daemon.ok("GET", f"/v1/operations/{operation['id']}")
     assert operation["state"] == "done"

@@ -270,7 +270,7 @@ async def test_kill_minus_nine_of_the_daemon(tmp_path: Path) -> None:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", SERVE, str(port), str(tmp_path), *FAKE_WORKER
         )
-        async with asyncio.timeout(20), aiohttp.ClientSession() as http:
+        async with asyncio.timeout(60), aiohttp.ClientSession() as http:
             while True:
                 try:
                     async with http.get(url + "/ready") as response:
@@ -294,7 +294,7 @@ async def test_kill_minus_nine_of_the_daemon(tmp_path: Path) -> None:
             worker_pid = (await response.json())["engine_pid"]
     process.kill()
     await process.wait()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while _state(worker_pid) != "Z":  # noqa: ASYNC110  another process, no event
             await asyncio.sleep(0.02)
     process = await start()

@@ -26,7 +26,7 @@ def usage_of(events: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-async def idle(live: Live, name: str, timeout_s: float = 10.0) -> dict[str, Any]:
+async def idle(live: Live, name: str, timeout_s: float = 60.0) -> dict[str, Any]:
     async with asyncio.timeout(timeout_s):
         while True:
             found: dict[str, Any] = await live.ok("GET", f"/v1/sessions/{name}")

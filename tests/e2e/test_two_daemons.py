@@ -220,7 +220,7 @@ async def test_a_session_whose_daemon_dies_goes_on_from_its_last_record(two: Two
 
 async def taken(live: Live) -> None:
     """Wait until a daemon may have the session."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await live.call("POST", "/v1/sessions/mine" + RESUME, {}))[0] != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
 

@@ -37,8 +37,8 @@ def test_what_is_no_message_ends_the_connection(frame: bytes) -> None:
     channel = Channel(theirs)
     message = msgspec.msgpack.encode(AskStats(op_id=7))
     ours.sendall(LENGTH.pack(len(message)) + message + frame)
-    assert channel.inbox.get(timeout=10) == AskStats(op_id=7)
-    assert channel.inbox.get(timeout=10) is None
+    assert channel.inbox.get(timeout=60) == AskStats(op_id=7)
+    assert channel.inbox.get(timeout=60) is None
     ours.close()
 
 

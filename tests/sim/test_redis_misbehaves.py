@@ -13,7 +13,7 @@ from dsv4_tierd.tiering.coordinator import StoreLimits
 from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind
 from dsv4_tierd.tiering.store.redis import RedisStore
 from proxy import Fault, Proxy
-from redis_cases import eventually, open_redis
+from redis_cases import eventually, open_hasty, open_redis
 from redis_servers import Server
 from small_models import Model, text
 from store_cases import IDENTITY
@@ -31,7 +31,10 @@ def server() -> Iterator[Server]:
 
 def engine(model: Model, store: RedisStore) -> World:
     world = model.world(store=store, identity=IDENTITY.digest)
-    world.tiers.coordinator._limits = StoreLimits(deadline_s=1.0, retry_after_s=0.2)
+    # Longer than the store's own, so that it is the store that ends a wait.
+    world.tiers.coordinator._limits = StoreLimits(
+        deadline_s=2 * store.config.deadline_s, retry_after_s=0.2
+    )
     return world
 
 
@@ -65,7 +68,7 @@ def test_requests_are_answered_and_it_comes_back(
     """Right tokens whatever happens, within seconds; afterwards the store is used again."""
     fill(micro, server)
     proxy = Proxy(server.port)
-    store = open_redis(proxy.url)
+    store = open_hasty(proxy.url)
     world = engine(micro, store)
     begin, end = FAULTS[fault]
     if moment == "restoring":
@@ -79,12 +82,12 @@ def test_requests_are_answered_and_it_comes_back(
         begin(server, proxy)
     begun = time.monotonic()
     [answer] = world.run(request)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 20
     assert_true(micro, world, session, answer)
     assert_usage_adds_up(answer, len(WORDS))
     proxy.delay_s = 0.0
     end(server, proxy)
-    eventually(lambda: store.usage().up, 10)
+    eventually(lambda: store.usage().up)
     eventually(lambda: world.tiers.coordinator.up)
     world.settle()  # what could not be written is written now
     # And another daemon has all of it from there.
@@ -121,14 +124,14 @@ def test_a_fault_at_every_command_of_a_request(micro: Model, server: Server, fau
     verbs = set()
     for n in itertools.count(1):
         proxy = Proxy(server.port)
-        store = open_redis(proxy.url)
+        store = open_hasty(proxy.url)
         world = engine(micro, store)
         words = WORDS + text(100 + n, 300)  # one block more, which nobody has
         proxy.arm(fault, n, REQUEST_FAULTS[fault])
         session = world.open()
         begun = time.monotonic()
         answer = world.generate(session, words, 3)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 20
         assert_true(micro, world, session, answer)
         assert_usage_adds_up(answer, len(words))
         proxy.release()
@@ -154,7 +157,7 @@ def test_a_fault_at_every_command_of_a_request(micro: Model, server: Server, fau
 def settled(world: World, store: RedisStore) -> None:
     """The store is back, and all that could not be written is."""
     coordinator = world.tiers.coordinator
-    end = time.monotonic() + 15
+    end = time.monotonic() + 40
     while not (store.usage().up and coordinator.up and not coordinator.dirty_count):
         assert time.monotonic() < end, "it does not come back"
         world.step()
@@ -189,7 +192,7 @@ def test_ten_thousand_lookups_ask_the_server_nothing(micro: Model, server: Serve
     """They are answered from memory, hold nothing anywhere, and everything can be evicted."""
     fill(micro, server)
     proxy = Proxy(server.port)
-    store = open_redis(proxy.url)
+    store = open_hasty(proxy.url)
     world = engine(micro, store)
     world.audit = False
     known = ids_bytes(WORDS)

@@ -93,12 +93,12 @@ def test_of_two_tiers_the_far_one_is_sent_what_the_policy_says(
     world = make_world(micro, near)
     for policy in WORDS:
         start(world, policy)
-    assert near.flush(5.0)
+    assert near.flush(30.0)
     assert stored(far) == blocks(world, "through")
     known = [world.tiers.coordinator.known("", sorted_blocks(world, p)) for p in WORDS]
     assert known == [2, 2, 2]
     assert world.op(m.SuspendSession, session_id="never").tail_key is not None
-    assert near.flush(5.0)
+    assert near.flush(30.0)
     assert (stored(far), tails(far)) == (blocks(world, "through"), 0)
     assert world.op(m.SuspendSession, session_id="on_suspend").tail_key is not None
     assert stored(far) == blocks(world, "through") | blocks(world, "on_suspend"), (
@@ -129,6 +129,6 @@ def test_a_session_whose_tail_is_lost_still_sends_its_chain(micro: Model, tmp_pa
         )
     )
     assert world.op(m.SuspendSession, session_id="on_suspend").tail_key is None
-    assert near.flush(5.0)
+    assert near.flush(30.0)
     assert stored(far) == blocks(world, "on_suspend")
     near.close()

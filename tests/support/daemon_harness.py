@@ -60,7 +60,7 @@ class Daemon:
         assert 200 <= status < 300, found
         return found
 
-    async def until(self, condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():  # noqa: ASYNC110  any state of any task
                 await asyncio.sleep(0.005)
@@ -87,12 +87,12 @@ async def run_daemon(
     service, port = started.result()
     async with aiohttp.ClientSession() as http:
         if wait:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await service.worker.wait_ready()
         yield Daemon(service, f"http://127.0.0.1:{port}", http, task)
     service.draining = True
     service.stop_asked.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await task
 
 

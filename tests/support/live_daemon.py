@@ -195,7 +195,7 @@ class Live:
         pairs = (line.rsplit(" ", 1) for line in lines if line and line[0] != "#")
         return {name: float(value) for name, value in pairs}
 
-    async def at_rest(self, timeout_s: float = 30.0) -> dict[str, float]:
+    async def at_rest(self, timeout_s: float = 60.0) -> dict[str, float]:
         """Wait until nothing runs, loads or is being written; the gauges then."""
         async with asyncio.timeout(timeout_s):
             while True:
@@ -231,7 +231,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  any state of any process
             await asyncio.sleep(0.01)

@@ -11,19 +11,26 @@ from dsv4_tierd.tiering.store.redis import RedisStore
 from dsv4_tierd.tiering.store.redis_config import RedisConfig
 from store_cases import IDENTITY
 
-DEADLINE_S = 0.4
+PATIENT_S = 10.0  # a machine may stop for seconds
+DEADLINE_S = 1.0  # where a test waits for it to pass
+SLACK_S = 2.0
 
 
 def open_redis(
     url: str, identity: StoreIdentity | None = IDENTITY, *, bytes_max: int = 64 << 20, **how: Any
 ) -> RedisStore:
-    """A store with small extents, so that a test crosses many, and short deadlines."""
-    settings = {"value_bytes": 64 << 10, "commit_bytes": 256 << 10, "deadline_s": DEADLINE_S}
-    settings |= {"connect_timeout_s": DEADLINE_S}
+    """A store with small extents, so that a test crosses many, that waits long for its server."""
+    settings = {"value_bytes": 64 << 10, "commit_bytes": 256 << 10, "deadline_s": PATIENT_S}
+    settings |= {"connect_timeout_s": PATIENT_S}
     return RedisStore(RedisConfig(url, bytes_max, **{**settings, **how}), identity)
 
 
-def eventually(what: Callable[[], object], within_s: float = 5.0) -> float:
+def open_hasty(url: str, **how: Any) -> RedisStore:
+    """The same, for tests of servers that say nothing: it waits ``DEADLINE_S``."""
+    return open_redis(url, deadline_s=DEADLINE_S, connect_timeout_s=DEADLINE_S, **how)
+
+
+def eventually(what: Callable[[], object], within_s: float = 20.0) -> float:
     """Wait until ``what`` holds; how long that took."""
     begun = time.monotonic()
     while not what():

@@ -10,7 +10,7 @@ from dsv4_tierd.tiering.store.tiered import TieredConfig, TieredStore
 from hostile_store import HostileStore
 from store_cases import IDENTITY, open_disk
 
-DEADLINE_S = 0.4
+DEADLINE_S = 1.0
 PATIENT_S = 10.0
 RETRY_S = 0.3
 
@@ -34,7 +34,7 @@ class SettledTiered(TieredStore):
 
     def put(self, objects: Sequence[StoredObject]) -> None:
         super().put(objects)
-        assert self.flush(10.0)
+        assert self.flush(30.0)
 
 
 def open_settled(folder: Path) -> TieredStore:

@@ -257,7 +257,7 @@ def test_dropping_forgets_private_blocks_in_every_tier() -> None:
     rig.puppet.drop_tail(actor)
     future = rig.retention.drop(actor.transcript, "", 2, None)
     assert future is not None
-    future.result(timeout=10)
+    future.result(timeout=60)
     hashes = actor.transcript.hashes
     assert [key in rig.tiers.tree.nodes for key in hashes] == [True, True, False, False]
     pages = {key.digest for key in store.naive.objects if key.kind is ObjectKind.PAGE}
@@ -277,7 +277,7 @@ def test_dropping_leaves_what_a_running_sequence_holds() -> None:
     rig.puppet.drop_tail(actor)
     future = rig.retention.drop(actor.transcript, "", 2, None)
     assert future is not None
-    future.result(timeout=10)
+    future.result(timeout=60)
     pages = {key.digest for key in store.naive.objects if key.kind is ObjectKind.PAGE}
     hashes = actor.transcript.hashes
     assert [key in pages for key in hashes] == [True, True, True, False]
@@ -297,7 +297,7 @@ def test_purging_a_tenant_leaves_the_others() -> None:
     rig.puppet.drop_tail(other)
     future = rig.retention.purge("b")
     assert future is not None
-    future.result(timeout=10)
+    future.result(timeout=60)
     assert {key.tenant for key in store.naive.objects} == {""}
     assert {node.tenant for node in rig.tiers.tree.nodes.values()} == {""}
     check_idle(rig.tiers, rig.retention)

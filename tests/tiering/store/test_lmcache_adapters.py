@@ -75,11 +75,11 @@ def test_a_redis_that_restarts_under_its_client() -> None:
     store.put(items)
     assert [read(store, item) for item in items] == [item.payload for item in items]
     server.kill()
-    eventually(lambda: not store.usage().up, within_s=10)
+    eventually(lambda: not store.usage().up)
     with pytest.raises(StoreUnavailable):
         present(store, items)
     server.start()
-    eventually(lambda: store.usage().up, within_s=20)
+    eventually(lambda: store.usage().up)
     assert present(store, items) == [False] * 5, "this server kept nothing"
     store.put(items)
     assert [read(store, item) for item in items] == [item.payload for item in items]
@@ -87,9 +87,9 @@ def test_a_redis_that_restarts_under_its_client() -> None:
     begun = time.monotonic()
     with pytest.raises(StoreUnavailable):
         read(store, items[0])
-    assert time.monotonic() - begun < 6
+    assert time.monotonic() - begun < 12
     server.go_on()
-    eventually(lambda: store.usage().up, within_s=20)
+    eventually(lambda: store.usage().up)
     assert [read(store, item) for item in items] == [item.payload for item in items]
     store.close()
     server.close()
@@ -116,13 +116,13 @@ def test_a_fault_at_every_command_to_a_redis(fault: Fault, byte: int) -> None:
             store.put(items)
             acknowledged = True
             outcomes += (read(store, item) for item in items)
-        assert time.monotonic() - begun < 8
+        assert time.monotonic() - begun < 16
         for item, data in zip(items, outcomes, strict=False):
             assert data in (None, item.payload)
-        eventually(lambda n=n: len(proxy.commands) >= n, within_s=10)  # it polls
+        eventually(lambda n=n: len(proxy.commands) >= n)  # it polls
         if acknowledged and fault is not Fault.CORRUPT_REPLY:
-            eventually(lambda items=items: readable(store, items), within_s=20)
-        eventually(lambda items=items: stored(store, items), within_s=20)
+            eventually(lambda items=items: readable(store, items))
+        eventually(lambda items=items: stored(store, items))
     eventually(lambda: store.usage().up)
     store.close()
     proxy.close()

@@ -64,7 +64,7 @@ def worker(address: str, log: Path) -> Iterator[Any]:
     end = time.monotonic() + START_S
     while True:
         try:
-            assert client.ping(1).result(timeout=1)
+            assert client.ping(1).result(timeout=60)
             break
         except TimeoutError:
             assert time.monotonic() < end, log.read_text()
@@ -72,7 +72,7 @@ def worker(address: str, log: Path) -> Iterator[Any]:
     payload = RegisterEngineDrivenContextPayload(
         instance_id=1, model_name="m", world_size=1, use_mla=True, **layout
     )
-    client.register_kv_cache_engine_driven_context(payload).result(timeout=10)
+    client.register_kv_cache_engine_driven_context(payload).result(timeout=60)
     yield client
     client.close()
 
@@ -101,19 +101,19 @@ def test_a_server_killed_and_started_again_serves_what_it_stored(tmp_path: Path)
     folder, log = tmp_path / "store", tmp_path / "log"
     chunks = [torch.full((1, 256, 4096), i + 1, dtype=torch.uint8) for i in range(4)]
     with lmcache_server(folder, log) as address, worker(address, log) as client:
-        client.prepare_store(key("a", 0), 1).result(timeout=10)
-        assert client.commit_store(key("a", 0), 1, pickle.dumps(chunks)).result(timeout=10)
+        client.prepare_store(key("a", 0), 1).result(timeout=60)
+        assert client.commit_store(key("a", 0), 1, pickle.dumps(chunks)).result(timeout=60)
         segments = folder / "segments"
         eventually(lambda: sum(p.stat().st_size for p in segments.iterdir()) > 4 * CHUNK_BYTES)
         time.sleep(1.0)  # the last commit's row
     assert stored_bytes(folder) == [CHUNK_BYTES] * 4
     with lmcache_server(folder, log) as address, worker(address, log) as client:
         assert hits(client, "b", TOKENS) == 4
-        answer = client.prepare_retrieve(key("b", 0), 1).result(timeout=10)
+        answer = client.prepare_retrieve(key("b", 0), 1).result(timeout=60)
         assert answer.success
         got = pickle.loads(answer.data)  # noqa: S301 our own bytes, from a server of this test's
         assert all(torch.equal(a, b) for a, b in zip(got, chunks, strict=True))
-        client.commit_retrieve(key("b", 0), 1).result(timeout=10)
+        client.commit_retrieve(key("b", 0), 1).result(timeout=60)
     [segment] = segments.iterdir()
     data = bytearray(segment.read_bytes())
     at = data.find(bytes([3]) * CHUNK_BYTES)
@@ -125,7 +125,7 @@ def test_a_server_killed_and_started_again_serves_what_it_stored(tmp_path: Path)
 
 def hits(client: Any, request: str, tokens: int) -> int:
     """How many chunks of a prompt the server has brought into its memory."""
-    client.lookup(key(request, None, tokens), 1).result(timeout=10)
+    client.lookup(key(request, None, tokens), 1).result(timeout=60)
     found = client.wait_prefetch_status(request, 10.0).result(timeout=15)
     assert isinstance(found, int)
     return found

@@ -16,11 +16,9 @@ import redis_servers
 from dsv4_tierd.tiering.errors import PreconditionFailed, StoreUnavailable, TransferFailed
 from dsv4_tierd.tiering.store import redis_keeper
 from proxy import Fault, Proxy
-from redis_cases import DEADLINE_S, eventually, open_redis
+from redis_cases import DEADLINE_S, SLACK_S, eventually, open_hasty, open_redis
 from redis_servers import BINARIES, Server
 from store_cases import chain, page, present, read, resume
-
-SLACK_S = 0.35  # two busy cores
 
 
 @pytest.fixture
@@ -61,7 +59,7 @@ def test_a_fault_at_every_command_of_a_put(proxy: Proxy, fault: Fault, byte: int
     """Whole or not at all, at once or again: another daemon agrees, and no bytes are left over."""
     items = [*chain("a", 10), resume("a9")]
     witness = open_redis(f"redis://127.0.0.1:{proxy.target}")
-    store = open_redis(proxy.url)
+    store = open_hasty(proxy.url)
     for n in count(1):
         proxy.arm(fault, n, byte)
         begun = time.monotonic()
@@ -109,7 +107,7 @@ def test_a_fault_at_every_command_of_a_put(proxy: Proxy, fault: Fault, byte: int
 )
 def test_a_fault_within_a_get(proxy: Proxy, fault: Fault, byte: int) -> None:
     """The read ends within its deadline, with the right bytes or none; the next ones are right."""
-    store = open_redis(proxy.url)
+    store = open_hasty(proxy.url)
     item = page("a")
     store.put([item])
     proxy.arm(fault, 1, byte)
@@ -128,7 +126,7 @@ def test_a_fault_within_a_get(proxy: Proxy, fault: Fault, byte: int) -> None:
 @pytest.mark.parametrize("byte", [0, 1, 3, 8, 100, 230, 300, 5000, 10_199])
 def test_a_wrong_bit_is_never_served(proxy: Proxy, byte: int) -> None:
     """In the frame of the reply, the record's header or its payload: an error, counted once."""
-    store = open_redis(proxy.url)
+    store = open_hasty(proxy.url)
     item = page("a")
     store.put([item])
     proxy.arm(Fault.CORRUPT_REPLY, 1, byte)
@@ -146,7 +144,7 @@ def test_a_wrong_bit_is_never_served(proxy: Proxy, byte: int) -> None:
 
 def test_a_dead_server_costs_one_deadline(proxy: Proxy) -> None:
     """A hundred reads of a server that says nothing take as long as one."""
-    store = open_redis(proxy.url)
+    store = open_hasty(proxy.url)
     items = chain("a", 10)
     store.put(items)
     proxy.stop()
@@ -160,16 +158,16 @@ def test_a_dead_server_costs_one_deadline(proxy: Proxy) -> None:
     for call in (lambda: store.put(items), lambda: present(store, items)):
         with pytest.raises(StoreUnavailable):
             call()
-    assert time.monotonic() - begun < 0.05
+    assert time.monotonic() - begun < DEADLINE_S / 2
     proxy.go()
-    assert eventually(lambda: store.usage().up) < 2
+    eventually(lambda: store.usage().up)
     assert [read(store, item) for item in items] == [item.payload for item in items]
     store.close()
 
 
 def test_threads_in_flight_end_together(proxy: Proxy) -> None:
     """When one call finds the server dead, those that began later do not wait for theirs."""
-    store = open_redis(proxy.url, deadline_s=1.0)
+    store = open_hasty(proxy.url)
     items = chain("a", 6)
     store.put(items)
     proxy.stop()
@@ -185,14 +183,14 @@ def test_threads_in_flight_end_together(proxy: Proxy) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert time.monotonic() - begun < 1.0 + SLACK_S
+    assert time.monotonic() - begun < DEADLINE_S + SLACK_S
     proxy.go()
     store.close()
 
 
 def test_a_hung_server(server: Server) -> None:
     """SIGSTOP: noticed without a call, calls are bounded, and SIGCONT brings everything back."""
-    store = open_redis(server.url)
+    store = open_hasty(server.url)
     items = chain("a", 10)
     store.put(items)
     server.pause()
@@ -205,7 +203,7 @@ def test_a_hung_server(server: Server) -> None:
     eventually(lambda: store.usage().up)
     assert all(present(store, items))
     server.pause()
-    eventually(lambda: not store.usage().up, 3)  # nobody asked
+    eventually(lambda: not store.usage().up)  # nobody asked
     server.go_on()
     eventually(lambda: store.usage().up)
     assert [read(store, item) for item in items] == [item.payload for item in items]
@@ -236,14 +234,14 @@ def test_restarted_empty(server: Server) -> None:
 
 
 def test_emptied_while_running(server: Server) -> None:
-    """FLUSHALL is noticed within two seconds, and a write in between is not believed."""
+    """FLUSHALL is noticed, and a write in between is not believed."""
     store = open_redis(server.url)
     store.put(chain("a", 4))
     with server.client as client:
         client.flushall()
     with pytest.raises((StoreUnavailable, PreconditionFailed)):
         store.put([page("a4", "a3")])
-    eventually(lambda: store.usage().up and store.usage().objects == 0, 3)
+    eventually(lambda: store.usage().up and store.usage().objects == 0)
     store.put(chain("a", 5))
     assert all(present(store, chain("a", 5)))
     store.close()
@@ -253,7 +251,7 @@ def test_a_server_that_comes_late() -> None:
     """A daemon starts without its Redis, and has it once it is there."""
     port = redis_servers.free_port()
     begun = time.monotonic()
-    store = open_redis(f"redis://127.0.0.1:{port}")
+    store = open_hasty(f"redis://127.0.0.1:{port}")
     assert time.monotonic() - begun < DEADLINE_S + SLACK_S
     assert not store.usage().up
     with pytest.raises(StoreUnavailable):
@@ -360,7 +358,7 @@ def test_out_of_memory() -> None:
 def test_it_says_that_it_went_and_came(proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
     """One line when the server goes, one when it comes back, no password in either."""
     caplog.set_level(logging.INFO, logger="dsv4_tierd.tiering.store")
-    store = open_redis(proxy.url)
+    store = open_hasty(proxy.url)
     caplog.clear()
     proxy.stop()
     for item in chain("a", 5):

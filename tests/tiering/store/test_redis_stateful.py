@@ -140,7 +140,7 @@ class Twins(RuleBasedStateMachine):
         assert self.client.hlen(self.stores[0].shelf.names.doomed) == 0
 
     def _opened(self):
-        return open_redis(self.server.url, deadline_s=5.0)
+        return open_redis(self.server.url)
 
     def _both(self, who: int, call: Callable[[PrefixStore], object]) -> None:
         outcomes: list[object] = []

@@ -20,7 +20,7 @@ def test_a_slot_that_moved_is_found() -> None:
     """A cluster moves a slot with its keys to another node: reads and writes follow it."""
     cluster = redis_servers.emptied_cluster()
     hosts = ",".join(f"127.0.0.1:{node.port}" for node in cluster.nodes)
-    store = open_redis(f"redis+cluster://{hosts}", deadline_s=5)
+    store = open_redis(f"redis+cluster://{hosts}")
     items = chain("a", 6)
     store.put(items)
     for key in (store.shelf.names.cat, _row(store, items[0].key).place.extent):

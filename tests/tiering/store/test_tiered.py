@@ -17,7 +17,7 @@ from hostile_store import HostileStore
 from store_cases import chain, digest, open_disk, page, present, read, resume, tail
 from tiered_cases import DEADLINE_S, RETRY_S, hostile, open_tiered
 
-SLACK_S = 1.0  # for a machine whose cores others use too
+SLACK_S = 2.0  # for a machine whose cores others use too
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_both_tiers_get_what_is_written_through(store: TieredStore, remote: Host
     """Pages, points and tails reach the remote in the background, byte for byte."""
     items = [*chain("a", 30), resume("a29"), tail("s", "a29")]
     store.put(items)
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     assert [read(remote.naive, item) for item in items] == [item.payload for item in items]
 
 
@@ -66,7 +66,7 @@ def test_another_machine_reads_what_one_wrote(remote: HostileStore, tmp_path: Pa
     assert all(present(two, items))
     assert [two.find(item.key).parent for item in items] == [item.parent for item in items]
     assert [read(two, item) for item in reversed(items)] == [i.payload for i in reversed(items)]
-    assert two.flush(5.0)
+    assert two.flush(30.0)
     two.close()
     local = open_disk(tmp_path / "two")
     assert [read(local, item) for item in items] == [item.payload for item in items]
@@ -89,7 +89,7 @@ def test_a_dead_remote_costs_nothing(store: TieredStore, remote: HostileStore) -
     """With the remote away everything local goes on; what it missed is sent when it is back."""
     before, after = chain("a", 5), chain("b", 5)
     store.put(before)
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     remote.down = True
     assert seconds(lambda: store.put(after)) < SLACK_S
     assert all(present(store, [*before, *after]))
@@ -100,7 +100,7 @@ def test_a_dead_remote_costs_nothing(store: TieredStore, remote: HostileStore) -
     assert not store.flush(0.1)
     assert not any(far(remote, after))
     remote.down = False
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     assert all(far(remote, after))
 
 
@@ -157,14 +157,14 @@ def test_the_remote_stands_in_for_wrong_local_bytes(
     """A local object that fails its check is read from the remote, and whole again after."""
     item = page("a")
     store.put([item])
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     [segment] = (tmp_path / "local" / "segments").iterdir()
     data = bytearray(segment.read_bytes())
     at = data.index(item.payload[:64])
     data[at] ^= 1
     segment.write_bytes(data)
     assert read(store, item) == item.payload
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     remote.down = True
     assert read(store, item) == item.payload
 
@@ -184,12 +184,12 @@ def test_deletes_reach_both(store: TieredStore, remote: HostileStore) -> None:
     items = chain("a", 6)
     store.put(items)
     assert store.delete([items[2].key, page("none").key]) == 1
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     assert far(remote, items) == [True, True, False, False, False, False]
     assert present(store, items) == far(remote, items)
     store.put([page("t", tenant="me")])
     assert store.delete_tenant("me") == 1
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     assert far(remote, [page("t", tenant="me")]) == [False]
 
 
@@ -199,7 +199,7 @@ def test_a_delete_that_the_remote_misses_is_made_up_for(
     """It says that it is not done, serves nothing of it, and does it when the remote is back."""
     items, other = chain("a", 2), page("t", tenant="me")
     store.put([*items, other])
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     remote.down = True
     with pytest.raises(StoreUnavailable):
         store.delete([items[0].key])
@@ -211,7 +211,7 @@ def test_a_delete_that_the_remote_misses_is_made_up_for(
     assert present(store, [items[0], other]) == [False, False]
     assert read(store, items[0]) is None
     store.put([items[0]])  # written anew after the delete: it stays
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     assert far(remote, [*items, other]) == [True, False, False]
 
 
@@ -237,11 +237,11 @@ def test_a_policy_of_on_suspend_sends_what_the_tail_hangs_on(
     assert store.flush(1.0)
     assert not any(far(remote, [*mine, *other]))
     store.put([tail("s", "a3")])
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     assert all(far(remote, [*mine, tail("s", "a3")]))
     assert not any(far(remote, other))
     store.put([tail("unplaced")])
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     assert all(far(remote, [tail("unplaced")]))
     assert not any(far(remote, other)), "a tail that names no page brings itself alone"
     store.close()
@@ -254,18 +254,18 @@ def test_objects_may_have_a_policy_of_their_own(store: TieredStore, remote: Host
     store.put([replace(item, policy=WritePolicy.ON_SUSPEND) for item in later])
     store.put(chain("t", 3))
     store.put([replace(tail("s", "n2"), policy=WritePolicy.NEVER)])
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     assert far(remote, chain("t", 3)) == [True] * 3
     assert not any(far(remote, [*never, *later, tail("s", "n2")]))
     store.put([replace(tail("s", "l2"), policy=WritePolicy.ON_SUSPEND)])
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     assert all(far(remote, [*later, tail("s", "l2")]))
     assert not any(far(remote, never))
     store.put([tail("other", "n1")])
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     assert far(remote, never) == [True, True, False]
     store.send_chain(never[2].key)
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     assert all(far(remote, never))
 
 
@@ -273,10 +273,10 @@ def test_what_the_remote_gave_up_is_sent_again(store: TieredStore, remote: Hosti
     """Pages that the remote evicted behind our back go before the ones that follow them."""
     items = chain("a", 6)
     store.put(items[:4])
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     remote.naive.delete([items[1].key])
     store.put(items[4:])
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     assert all(far(remote, items))
 
 
@@ -288,7 +288,7 @@ def test_deletes_race_with_the_way_out(remote: HostileStore, tmp_path: Path) -> 
         store.put(run)
         time.sleep(turn % 4 * 0.001)
         store.delete([run[0].key])
-        assert store.flush(5.0)
+        assert store.flush(30.0)
         assert not any(far(remote, run)), turn
         assert not any(present(store, run)), turn
     store.close()
@@ -305,7 +305,7 @@ def test_readers_and_deletes_leave_no_copy(remote: HostileStore, tmp_path: Path)
         time.sleep(turn % 3 * 0.0005)
         store.delete([item.key])
         reader.join()
-        assert store.flush(5.0)
+        assert store.flush(30.0)
         assert present(store, [item]) == [False], turn
     store.close()
 
@@ -321,7 +321,7 @@ def test_tiers_of_two_identities_are_refused(tmp_path: Path) -> None:
 def test_gauges_are_told_by_tier(store: TieredStore, remote: HostileStore) -> None:
     """Each tier's own numbers, and whether it is asked."""
     store.put(chain("a", 3))
-    assert store.flush(5.0)
+    assert store.flush(30.0)
     both = store.tier_usage()
     assert (both["local"].objects, both["remote"].objects) == (3, 3)
     assert both["remote"].up
