@@ -6,20 +6,17 @@ Exit codes: 0 well, 1 an error, 2 wrong usage, 3 not found, 4 no capacity.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from dsv4_tierd.daemon.cli_ask import FAILED, ApiKey, AsJson, Url, ask, err, out, show
 from dsv4_tierd.daemon.cli_store import store_app
 from dsv4_tierd.daemon.client import AsyncTierd
-from dsv4_tierd.daemon.client_errors import CapacityError, SessionNotFoundError, TierdError
 
 app = typer.Typer(
     name="dsv4-tierd",
@@ -33,37 +30,6 @@ app.add_typer(session_app, name="session")
 app.add_typer(prefix_app, name="prefix")
 app.add_typer(prefix_app, name="prefixes", hidden=True)
 app.add_typer(store_app, name="store")
-
-out, err = Console(), Console(stderr=True)
-
-FAILED, USAGE, NOT_FOUND, NO_CAPACITY = 1, 2, 3, 4
-Url = Annotated[str | None, typer.Option("--url", envvar="TIERD_BASE_URL", help="The daemon.")]
-ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="TIERD_API_KEY")]
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-
-
-def ask(url: str | None, key: str | None, work: Callable[[AsyncTierd], Awaitable[Any]]) -> Any:
-    """Run one conversation with a daemon; its errors become exit codes."""
-
-    async def run() -> Any:
-        async with AsyncTierd(url, key) as tierd:
-            return await work(tierd)
-
-    try:
-        return asyncio.run(run())
-    except TierdError as error:
-        err.print(f"[red]{error.code or 'error'}[/red]: {error.message}", highlight=False)
-        kinds = ((SessionNotFoundError, NOT_FOUND), (CapacityError, NO_CAPACITY))
-        code = next((code for kind, code in kinds if isinstance(error, kind)), FAILED)
-        raise typer.Exit(NOT_FOUND if error.status == 404 else code) from error
-
-
-def show(data: Any, as_json: bool, draw: Callable[[Any], Any] | None = None) -> None:
-    """Print an answer: JSON, or as ``draw`` draws it."""
-    if as_json or draw is None:
-        sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
-    else:
-        out.print(draw(data))
 
 
 @app.command()

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
+from dsv4_tierd.daemon.cli_ask import FAILED, NOT_FOUND, USAGE, AsJson, err, fail
 from dsv4_tierd.tiering.errors import BadRequest, NotFound, TierError
 from dsv4_tierd.tiering.units import format_bytes, parse_bytes
 
@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from dsv4_tierd.tiering.store.identity import StoreIdentity
     from dsv4_tierd.tiering.store.protocol import PrefixStore
 
-FAILED, USAGE, NOT_FOUND = 1, 2, 3
 Store = Annotated[
     str, typer.Argument(help="A folder that no daemon uses, or disk:PATH, redis://…, lmcache:{…}")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Budget = Annotated[str, typer.Option(help="The store's byte budget.")]
 
 
@@ -156,8 +154,7 @@ def _ids(path: Path) -> Any:
 @contextmanager
 def _bar(as_json: bool) -> Iterator[Callable[[int, int], None]]:
     columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=as_json or not console.is_terminal) as bar:
+    with Progress(*columns, console=err, disable=as_json or not err.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -173,12 +170,6 @@ def store_errors() -> Iterator[None]:
         fail(error.message, USAGE if wrong_spec else code)
     except OSError as error:
         fail(str(error), FAILED)
-
-
-def fail(message: str, code: int) -> NoReturn:
-    """Say why, and end."""
-    Console(stderr=True).print(f"[red]{message}[/red]", highlight=False)
-    raise typer.Exit(code)
 
 
 def _say(report: BundleReport, as_json: bool) -> None:

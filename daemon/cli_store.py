@@ -1,4 +1,7 @@
-"""``dsv4-tierd store``: look at, check and tidy stores; folders while no daemon has them."""
+"""``dsv4-tierd store``: look at, check and tidy stores.
+
+A folder while no daemon has it; a running daemon's own store is tended by that daemon.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from rich.table import Table
 
+from dsv4_tierd.daemon.cli_ask import FAILED, ApiKey, AsJson, Url, ask, err, out
 from dsv4_tierd.daemon.cli_bundle import (
-    AsJson,
     Store,
     export_command,
     import_command,
@@ -30,7 +32,10 @@ if TYPE_CHECKING:
 store_app = typer.Typer(help="Prefix stores: list, check, tidy, carry.", no_args_is_help=True)
 store_app.command("export")(export_command)
 store_app.command("import")(import_command)
-FAILED = 1
+OwnStore = Annotated[
+    str | None,
+    typer.Argument(help="As for ls. Without it: the store of the running daemon at --url."),
+]
 
 
 @contextmanager
@@ -58,30 +63,36 @@ def ls(store: Store, as_json: AsJson = False) -> None:
     for o in objects:
         size = format_bytes(o.record_bytes)
         table.add_row(o.kind.name, o.tenant, o.digest[:16], size, o.identity[:12])
-    Console().print(table)
+    out.print(table)
 
 
 @store_app.command("verify")
-def verify(store: Store, as_json: AsJson = False) -> None:
+def verify(
+    store: OwnStore = None, url: Url = None, api_key: ApiKey = None, as_json: AsJson = False
+) -> None:
     """Read and check every byte; bad objects are dropped and listed. Exit code 1 if any was."""
-    with _opened(store) as tiers, _bar(as_json) as advance:
-        reports = [tier.verify(advance) for tier in tiers]
-    bad = [line for report in reports for line in report.bad]
-    count = sum(report.objects for report in reports)
-    bytes_read = sum(report.bytes_read for report in reports)
-    text = f"{count} objects, {format_bytes(bytes_read)} read, {len(bad)} bad"
-    data = {"objects": count, "bytes_read": bytes_read, "bad": bad}
-    _say(data, as_json, "\n".join([text, *bad]))
-    raise typer.Exit(FAILED if bad else 0)
+    if store is None:
+        found = _tended_by_the_daemon("verify", url, api_key)
+    else:
+        from dsv4_tierd.tiering.store.maintain import verified
+
+        with _opened(store) as tiers, _bar(as_json) as advance:
+            found = verified(tiers, advance)
+    size = format_bytes(found["bytes_read"])
+    text = f"{found['objects']} objects, {size} read, {len(found['bad'])} bad"
+    _say(found, as_json, "\n".join([text, *found["bad"]]))
+    raise typer.Exit(FAILED if found["bad"] else 0)
 
 
 @store_app.command("gc")
 def gc(
-    store: Store,
+    store: OwnStore = None,
     budget: Annotated[
         str | None,
         typer.Option(help="Shrink a folder, or each identity on a remote store, to this size."),
     ] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Remove what nobody can use: dead bytes, bytes without rows, rows without bytes."""
@@ -89,20 +100,30 @@ def gc(
         bytes_max = None if budget is None else parse_bytes(budget)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--budget") from error
-    with _opened(store, bytes_max) as tiers:
-        reports = [tier.gc() for tier in tiers]
-    data = {
-        name: sum(getattr(report, name) for report in reports)
-        for name in ("bytes_before", "bytes_after", "segments_compacted")
-    }
-    before, after = (format_bytes(data[name]) for name in ("bytes_before", "bytes_after"))
-    _say(data, as_json, f"{before} -> {after}")
+    if store is None:
+        if budget is not None:
+            raise typer.BadParameter("a running daemon has its own", param_hint="--budget")
+        found = _tended_by_the_daemon("gc", url, api_key)
+    else:
+        from dsv4_tierd.tiering.store.maintain import tidied
+
+        with _opened(store, bytes_max) as tiers:
+            found = tidied(tiers)
+    before, after = (format_bytes(found[name]) for name in ("bytes_before", "bytes_after"))
+    _say(found, as_json, f"{before} -> {after}")
+
+
+def _tended_by_the_daemon(verb: str, url: str | None, key: str | None) -> dict[str, Any]:
+    with err.status(f"the daemon runs {verb}"):
+        found: dict[str, Any] = ask(
+            url, key, lambda t: t.call("POST", f"/v1/store/{verb}", wait="true")
+        )
+    return found
 
 
 @contextmanager
 def _bar(as_json: bool) -> Iterator[Callable[[int, int], None]]:
-    console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, disable=as_json or not console.is_terminal) as bar:
+    with Progress(*columns, console=err, disable=as_json or not err.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

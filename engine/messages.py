@@ -6,7 +6,7 @@ Token ids travel as little-endian int32 bytes. No torch here: the daemon imports
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -178,6 +178,13 @@ class WarmPrefix(Message, frozen=True):
     salt: str = ""
 
 
+class TendStore(Message, frozen=True):
+    """Check every stored byte, or remove what nobody can use. Ack with ``tended``."""
+
+    op_id: int
+    verb: Literal["verify", "gc"]
+
+
 class PurgeSalt(Message, frozen=True):
     """Remove every cached and stored byte of one tenant."""
 
@@ -316,6 +323,7 @@ class Ack(Message, frozen=True):
     residency: tuple[TierBytes, ...] = ()
     matched: Matched | None = None
     warmed: Warmed | None = None
+    tended: dict[str, Any] | None = None
     stats: Stats | None = None
 
     @classmethod
@@ -344,6 +352,7 @@ ToWorker = (
     | AskResumePoints
     | LookupPrefix
     | WarmPrefix
+    | TendStore
     | PurgeSalt
     | AskStats
     | Audit

@@ -32,6 +32,7 @@ from dsv4_tierd.tiering.errors import (
 from dsv4_tierd.tiering.idle import IdleTails
 from dsv4_tierd.tiering.replay import has_point
 from dsv4_tierd.tiering.retention import Suspension
+from dsv4_tierd.tiering.store.maintain import tidied, tiers_of, verified
 from dsv4_tierd.tiering.store.protocol import WritePolicy
 
 
@@ -67,6 +68,7 @@ class Verbs:
             m.AskResumePoints: self._resume_points,
             m.LookupPrefix: self._lookup,
             m.WarmPrefix: self._warm,
+            m.TendStore: self._tend,
             m.PurgeSalt: self._purge,
             m.AskStats: self._stats,
             m.Audit: self._audit,
@@ -311,6 +313,20 @@ class Verbs:
         else:
             self._engine.retention.unpin(session.id)
         return m.Ack(op_id=message.op_id)
+
+    def _tend(self, message: m.TendStore) -> None:
+        work = verified if message.verb == "verify" else tidied
+        future = self._engine.tiers.coordinator.submit_care(lambda store: work(tiers_of(store)))
+
+        def poll() -> m.Ack | None:
+            if not future.done():
+                return None
+            error = future.exception()
+            if error is not None and not isinstance(error, TierError):
+                raise StoreUnavailable(f"the store could not be looked after: {error!r}")
+            return m.Ack(op_id=message.op_id, tended=future.result())
+
+        self._pending.append(_Pending(message.op_id, poll))
 
     def _purge(self, message: m.PurgeSalt) -> m.Ack | None:
         return self._when_gone(message.op_id, self._engine.retention.purge(message.salt))

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from dsv4_tierd.tiering.errors import (
     StoreUnavailable,
     TierError,
     TransferFailed,
+    UnsupportedCombination,
 )
 from dsv4_tierd.tiering.mirror import PageMemory
 from dsv4_tierd.tiering.pages import PagePool
@@ -39,6 +41,8 @@ from dsv4_tierd.tiering.store.protocol import (
 )
 
 log = logging.getLogger("dsv4_tierd.tiering")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,7 @@ class Coordinator:
         self._trouble = ""
         self._readers = ThreadPoolExecutor(self._limits.readers, thread_name_prefix="store-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-write")
+        self._carer = ThreadPoolExecutor(1, thread_name_prefix="store-care")
 
     # ------------------------------------------------------------ state
     @property
@@ -278,6 +283,12 @@ class Coordinator:
         assert self._store is not None
         return self._writer.submit(call, self._store)
 
+    def submit_care(self, call: Callable[[PrefixStore], T]) -> Future[T]:
+        """Run what takes minutes beside reads and writes, one at a time; closing ends it."""
+        if self._store is None:
+            raise UnsupportedCombination("no prefix store is configured")
+        return self._carer.submit(call, self._store)
+
     def fetch_tail(self, key: ObjectKey, size: int) -> Future[bytes]:
         """Read a packed tail of ``size`` bytes."""
         store = self._store
@@ -315,8 +326,10 @@ class Coordinator:
         """End the I/O threads and the store."""
         self._readers.shutdown(wait=True, cancel_futures=True)
         self._writer.shutdown(wait=True)
+        self._carer.shutdown(wait=False, cancel_futures=True)
         if self._store is not None:
             self._store.close()
+        self._carer.shutdown(wait=True)  # what it does finds the store closed
 
     # ------------------------------------------------------------ details
     def _target(self, kind: ObjectKind, number: int) -> Tensor:

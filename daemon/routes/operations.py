@@ -11,10 +11,12 @@ from aiohttp import web
 from dsv4_tierd.daemon import metrics, wire
 from dsv4_tierd.daemon.encoding import ENCODING_VERSION, encode_chat
 from dsv4_tierd.daemon.middleware import json_response
-from dsv4_tierd.daemon.routes.common import operation_json, salt_of, service_of
+from dsv4_tierd.daemon.operations import new_operation
+from dsv4_tierd.daemon.routes.common import long_verb, operation_json, salt_of, service_of
 from dsv4_tierd.daemon.service import Service
 from dsv4_tierd.daemon.worker import WorkerState
-from dsv4_tierd.tiering.errors import InvalidRequest
+from dsv4_tierd.engine.messages import TendStore
+from dsv4_tierd.tiering.errors import InvalidRequest, UnsupportedCombination
 
 STATS_WAIT_S = 1.0
 
@@ -157,6 +159,23 @@ async def get_operation(request: web.Request) -> web.Response:
     return json_response(operation_json(found))
 
 
+async def tend_store(request: web.Request) -> web.Response:
+    """Check every stored byte (bad ones are dropped), or remove what nobody can use."""
+    service = service_of(request)
+    verb: Any = request.match_info["verb"]
+    if service.config.store == "none":
+        raise UnsupportedCombination("there is no store to look after")
+    bridge = service.bridge()
+
+    async def work() -> dict[str, Any]:
+        ack = await bridge.ask(lambda op: TendStore(op_id=op, verb=verb))
+        assert ack.tended is not None, "its Ack has the report"
+        return ack.tended
+
+    operation = new_operation(f"store {verb}", salt_of(request), None)
+    return await long_verb(request, operation, work())
+
+
 async def drain(request: web.Request) -> web.Response:
     """As SIGTERM: no new work, sessions written down, then the daemon ends."""
     service = service_of(request)
@@ -178,6 +197,7 @@ def add_routes(app: web.Application) -> None:
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
             web.get("/v1/operations/{id}", get_operation),
+            web.post("/v1/store/{verb:verify|gc}", tend_store),
             web.post("/admin/drain", drain),
         ]
     )

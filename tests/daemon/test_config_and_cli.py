@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from daemon_harness import Daemon
+from daemon_harness import Daemon, run_daemon
 from dsv4_tierd.daemon.cli import app
 from dsv4_tierd.daemon.config import BadConfig, load_config
 from dsv4_tierd.daemon.doctor import examine
@@ -136,6 +136,11 @@ async def test_the_command_line(daemon: Daemon, tmp_path: Path) -> None:
     assert json.loads(text) == {"prompt_tokens": 600, "host_tokens": 512, "loaded_tokens": 256}
     file.write_bytes(bytes(7))
     assert (await run_cli(daemon, "prefix", "warm", str(file), "--ids"))[0] == 2
+    code, text = await run_cli(daemon, "store", "verify")
+    assert (code, text.strip()) == (0, "9 objects, 4.0 KiB read, 0 bad")
+    code, text = await run_cli(daemon, "store", "gc")
+    assert (code, text.strip()) == (0, "4.0 KiB -> 1.0 KiB")
+    assert (await run_cli(daemon, "store", "gc", "--budget", "1GiB"))[0] == 2
     assert (await run_cli(daemon, "session", "fly", "a"))[0] == 2
     assert (await run_cli(daemon, "serve", "--device", "tpu", "--model", "m"))[0] == 2
     assert (await run_cli(daemon, "drain"))[0] == 0
@@ -143,10 +148,22 @@ async def test_the_command_line(daemon: Daemon, tmp_path: Path) -> None:
     assert (await run_cli(daemon, "status"))[0] == 1
 
 
+async def test_a_daemon_looks_after_its_own_store(tmp_path: Path) -> None:
+    """What was bad is listed, with exit code 1; without a store that is what it says."""
+    async with run_daemon(tmp_path / "one", "rotten") as daemon:
+        code, text = await run_cli(daemon, "store", "verify")
+        assert (code, text.splitlines()[1]) == (1, "page 00ff: checksum")
+        started = await daemon.ok("POST", "/v1/store/verify")
+        await daemon.until(lambda: not daemon.service.operations.running())
+        operation = await daemon.ok("GET", f"/v1/operations/{started['id']}")
+        assert (operation["verb"], operation["result"]["objects"]) == ("store verify", 9)
+    async with run_daemon(tmp_path / "two", store="none") as daemon:
+        status, found, _ = await daemon.call("POST", "/v1/store/gc", {})
+        assert (status, found["error"]["code"]) == (400, "unsupported_combination")
+
+
 async def test_capacity_is_exit_code_four(tmp_path: Path) -> None:
     """A refused pin tells scripts that there is no room."""
-    from daemon_harness import run_daemon
-
     async with run_daemon(tmp_path, "nopins") as daemon:
         await daemon.ok("POST", "/v1/sessions?wait=true", {"id": "a", "token_ids": [5]})
         assert (await run_cli(daemon, "session", "pin", "a"))[0] == 4

@@ -91,6 +91,8 @@ BAD: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/v1/prefixes/lookup", {}, 400, "invalid_request"),
     ("POST", "/v1/prefixes/warm", {}, 400, "invalid_request"),
     ("POST", "/v1/prefixes/warm", {"token_ids": [-1]}, 400, "invalid_token_ids"),
+    ("POST", "/v1/store/verify?wait=maybe", {}, 400, "invalid_request"),
+    ("POST", "/v1/store/burn", {}, 404, "not_found"),
     ("POST", CHAT, {}, 400, "invalid_request"),
     ("POST", CHAT, {"messages": "hi"}, 400, "invalid_request"),
     ("POST", CHAT, {"messages": USER, "model": "gpt-9"}, 404, "not_found"),

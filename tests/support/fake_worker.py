@@ -46,6 +46,7 @@ from dsv4_tierd.engine.messages import (
     Stats,
     Submit,
     SuspendSession,
+    TendStore,
     TierBytes,
     TokenLogprob,
     Tokens,
@@ -215,6 +216,12 @@ class FakeWorker:
             case WarmPrefix():
                 n = len(m.token_ids) // 4 // 256 * 256
                 return Ack(op_id=m.op_id, warmed=Warmed(host_tokens=n, loaded_tokens=n // 2))
+            case TendStore(verb="verify"):
+                bad = ["page 00ff: checksum"] if self.config.model == "rotten" else []
+                return Ack(op_id=m.op_id, tended={"objects": 9, "bytes_read": 4096, "bad": bad})
+            case TendStore():
+                sizes = {"bytes_before": 4096, "bytes_after": 1024, "segments_compacted": 1}
+                return Ack(op_id=m.op_id, tended=sizes)
             case Audit():
                 self.counters["audits"] += 1
             case ResumeSession() | PurgeSalt() | Drain():

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol, runtime_checkable
 
-from dsv4_tierd.tiering.errors import InvalidRequest
+from dsv4_tierd.tiering.errors import InvalidRequest, UnsupportedCombination
 from dsv4_tierd.tiering.store.disk import BYTES_MIN, DiskStore, GcReport, ObjectInfo, VerifyReport
 from dsv4_tierd.tiering.store.open import TierSpec, identities_of, parse_spec
+from dsv4_tierd.tiering.store.protocol import PrefixStore
 from dsv4_tierd.tiering.store.redis_config import RedisConfig
+from dsv4_tierd.tiering.store.tiered import TieredStore
 from dsv4_tierd.tiering.store.vault import DiskConfig
 
 NO_BOUND = 1 << 60
@@ -17,6 +20,7 @@ PATIENT_S = 10.0  # a call's deadline, where the specification has none: nobody'
 Advance = Callable[[int, int], None]  # objects done, of so many
 
 
+@runtime_checkable
 class Maintained(Protocol):
     """A store as those see it who look after it."""
 
@@ -49,6 +53,31 @@ def opened_for_care(spec: str, bytes_max: int | None = None) -> Iterator[list[Ma
                 opened.callback(store.close)
                 found.append(store)
         yield found
+
+
+def tiers_of(store: PrefixStore) -> list[Maintained]:
+    """An open store's tiers, nearest first. Raises UnsupportedCombination: one has no such care."""
+    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
+    cared: list[Maintained] = [tier for tier in tiers if isinstance(tier, Maintained)]
+    if len(cared) < len(tiers):
+        raise UnsupportedCombination("this kind of store cannot be looked after")
+    return cared
+
+
+def verified(tiers: Sequence[Maintained], advance: Advance | None = None) -> dict[str, Any]:
+    """What checking all of them found: objects, bytes_read, bad. Raises StoreUnavailable."""
+    reports = [tier.verify(advance) for tier in tiers]
+    return {
+        "objects": sum(report.objects for report in reports),
+        "bytes_read": sum(report.bytes_read for report in reports),
+        "bad": [line for report in reports for line in report.bad],
+    }
+
+
+def tidied(tiers: Sequence[Maintained]) -> dict[str, int]:
+    """What tidying all of them changed, summed. Raises StoreUnavailable."""
+    reports = [asdict(tier.gc()) for tier in tiers]
+    return {name: sum(report[name] for report in reports) for name in reports[0]}
 
 
 def _open(tier: TierSpec, bytes_max: int | None) -> Iterator[Maintained]:

@@ -163,6 +163,11 @@ class TieredStore:
         """The tiers' own."""
         return self._local.identity
 
+    @property
+    def tiers(self) -> tuple[PrefixStore, PrefixStore]:
+        """The local store and the remote one, to be looked after."""
+        return self._local, self._remote.store
+
     # ------------------------------------------------------------ reading
     def has(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Whether any tier that answers has each; memory only. Raises StoreUnavailable (closed)."""

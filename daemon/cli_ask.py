@@ -1,0 +1,52 @@
+"""What the command-line modules share: a conversation with a daemon, output, exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from dsv4_tierd.daemon.client import AsyncTierd
+from dsv4_tierd.daemon.client_errors import CapacityError, SessionNotFoundError, TierdError
+
+out, err = Console(), Console(stderr=True)
+
+FAILED, USAGE, NOT_FOUND, NO_CAPACITY = 1, 2, 3, 4
+Url = Annotated[str | None, typer.Option("--url", envvar="TIERD_BASE_URL", help="The daemon.")]
+ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="TIERD_API_KEY")]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+def ask(url: str | None, key: str | None, work: Callable[[AsyncTierd], Awaitable[Any]]) -> Any:
+    """Run one conversation with a daemon; its errors become exit codes."""
+
+    async def run() -> Any:
+        async with AsyncTierd(url, key) as tierd:
+            return await work(tierd)
+
+    try:
+        return asyncio.run(run())
+    except TierdError as error:
+        err.print(f"[red]{error.code or 'error'}[/red]: {error.message}", highlight=False)
+        kinds = ((SessionNotFoundError, NOT_FOUND), (CapacityError, NO_CAPACITY))
+        code = next((code for kind, code in kinds if isinstance(error, kind)), FAILED)
+        raise typer.Exit(NOT_FOUND if error.status == 404 else code) from error
+
+
+def show(data: Any, as_json: bool, draw: Callable[[Any], Any] | None = None) -> None:
+    """Print an answer: JSON, or as ``draw`` draws it."""
+    if as_json or draw is None:
+        sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    else:
+        out.print(draw(data))
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Say why, and end."""
+    err.print(f"[red]{message}[/red]", highlight=False)
+    raise typer.Exit(code)
