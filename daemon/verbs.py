@@ -282,6 +282,8 @@ async def close(service: Service, session: Session, *, expired: bool = False) ->
                     op_id=op, session_id=session.uid, drop_from=drop_from if is_mine else None
                 )
             )
+        else:  # it has no words, and the engine may have been asked about it
+            service.forget_in_worker(session)
         if is_mine:
             await service.shared.forget(session)
         kept = service.journal.queue([Deleted(uid=session.uid, expired=expired)])

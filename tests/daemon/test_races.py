@@ -114,6 +114,21 @@ async def test_nothing_is_opened_for_a_session_that_is_being_closed(daemon: Daem
     await daemon.ok("PUT", "/v1/sessions/a/pin")
 
 
+@pytest.mark.parametrize("words", [0, 300])
+async def test_a_session_without_words_leaves_nothing_in_the_engine(
+    daemon: Daemon, words: int
+) -> None:
+    """Never written to or rewound to nothing, looked at or pinned: its deletion closes it."""
+    ids = {"token_ids": [5] * words} if words else {}
+    await daemon.ok("POST", "/v1/sessions?wait=true", {"id": "a", **ids})
+    await daemon.ok("PUT", "/v1/sessions/a/pin")
+    await daemon.ok("POST", "/v1/sessions/a/rewind", {"to": 0})
+    await daemon.ok("GET", "/v1/sessions/a/residency")
+    await daemon.ok("DELETE", "/v1/sessions/a")
+    await daemon.service.worker.refresh_stats(2)
+    assert daemon.service.worker.gauges()["sessions_open"] == 0
+
+
 async def test_leaving_while_a_session_is_told_to_the_engine_again(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
