@@ -146,7 +146,9 @@ class DecodeStep:
         layers = len(self.network.config.c4_layers)
         if self.choices is None:
             self.choices = self._rows.new_zeros(layers, *self._rows.shape[1:])
-            self._graph = None  # recorded without it
+            # Recorded without it. Its results go too: they alone may keep the pool, and no capture
+            # joins one that no graph uses.
+            self._logits, self._graph = torch.empty(0), None
         return self.choices
 
     def run(self, seqs: Seq[Sequence]) -> Tensor:

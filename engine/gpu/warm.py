@@ -33,7 +33,8 @@ def warm(
     are recorded at first use.
     """
     tiers = runner.tiers
-    sizes = chunk_sizes(chunk_tokens, tiers.config.plan.context_tokens - 1)
+    sizes = chunk_sizes(chunk_tokens, tiers.config.plan.context_tokens - 2)[::-1]
+    sizes.append(1)  # of so long a text that it fetches the rows that it chose
     words = np.zeros(sum(sizes) + 1, np.int32)
     transcript = Transcript(os.urandom(32), words)
     seq = tiers.open(transcript, "", None, len(words))
@@ -41,7 +42,7 @@ def warm(
     while not tiers.ready(seq):  # for what the device was given to do before
         time.sleep(_PAUSE_S)
     layers = runner.model.config.num_hidden_layers
-    for number, size in enumerate(sizes[::-1]):
+    for number, size in enumerate(sizes):
         chunk = runner.begin(seq, seq.position + size)
         runner.advance(chunk, layers)
         runner.network.logits(chunk.x[: runner.batch_rows])  # as that many sessions' would be

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from dsv4_tierd.engine.gpu.warm import warm
 from dsv4_tierd.engine.model.presets import Storage
 from dsv4_tierd.engine.model.transformer import Transformer
 from dsv4_tierd.kernels.scan_plan import fill_plan, new_plan
+from dsv4_tierd.kernels.step_ids import fetch_rows
 from dsv4_tierd.tiering import staging
 from dsv4_tierd.tiering.sequence import Sequence
 from late_copies import LateCopier
@@ -135,6 +137,34 @@ class Watched:
             assert fresh.members[first:end].equal(plan.members[first:end])
         self.steps += 1
         return logits
+
+
+def test_warming_fetches_chosen_rows(models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short chunk of a long text has its own way to its rows: it is met before a request does."""
+    world = _world(models, "kernels", "hisparse")
+    fetched: list[int] = []
+
+    def fetch(wanted: Tensor, *rest: Any) -> None:
+        fetched.append(len(wanted))
+        fetch_rows(wanted, *rest)
+
+    monkeypatch.setattr(staging, "fetch_rows", fetch)
+    monkeypatch.setattr(staging, "STREAM_TOKENS_PER_QUERY", 256)
+    assert isinstance(world.engine.runner, DeviceRunner)
+    warm(world.engine.runner, 256, lambda _done, _total: None)
+    assert fetched
+
+
+def test_what_is_recorded_again_is_not_kept(models) -> None:
+    """A step that is to say what it chooses lets go of its graph and of its graph's memory."""
+    world = _world(models, "kernels", "hisparse")
+    runner = world.engine.runner
+    assert isinstance(runner, DeviceRunner)
+    world.generate(world.open(), text(1, 9), max_tokens=3)
+    step = runner._step_for(1, 1)
+    assert step._logits.numel()
+    assert step.record_choices().shape[1] == 1
+    assert not step._logits.numel()
 
 
 def test_warming_waits_for_the_device(models, monkeypatch: pytest.MonkeyPatch) -> None:
