@@ -179,7 +179,7 @@ def _encode_head(x, cos, sin, DIM: tl.constexpr, ROPE: tl.constexpr):
     return bounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True), factor
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position_ptr"])
 def _rotate_queries(
     q_ptr,
     q_token,
@@ -202,7 +202,7 @@ def _rotate_queries(
     tl.store(out_ptr + token * out_token + at, x.to(out_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position_ptr"])
 def _index_queries(
     q_ptr,
     q_token,

@@ -136,7 +136,7 @@ def pick_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids_ptr"])
 def hashed_kernel(
     x_ptr,
     x_token,

@@ -65,7 +65,10 @@ def row_store(
     )
 
 
-@triton.jit(do_not_specialize=["page_rows", "row_count"])
+@triton.jit(
+    do_not_specialize=["page_rows", "row_count"],
+    do_not_specialize_on_alignment=["position_ptr", "ids_ptr"],
+)
 def _row_store(
     x_ptr,
     x_token,
