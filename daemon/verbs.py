@@ -176,21 +176,26 @@ async def rewind(service: Service, session: Session, to: int) -> None:
         await service.rewind_taken(session, to)
 
 
-async def suspend(service: Service, session: Session, tier: Literal["host", "store"]) -> None:
-    """Write the session down; durable when it returns."""
+async def suspend(service: Service, session: Session, tier: Literal["host", "store"]) -> int | None:
+    """Write the session down; durable when it returns.
+
+    Returns how many of its tokens the store has, where that is the tier: the rest, if any, was
+    given up before it was written and is computed again from the words.
+    """
     bridge = service.bridge()
     with session.taken(SessionState.SUSPENDING):
-        await suspend_taken(service, bridge, session, tier)
+        return await suspend_taken(service, bridge, session, tier)
 
 
 async def suspend_taken(
     service: Service, bridge: Bridge, session: Session, tier: Literal["host", "store"]
-) -> None:
+) -> int | None:
     """``suspend`` for a caller that holds the session."""
     await service.shared.claim(session)
     await service.ensure_open(bridge, session)
     ack = await bridge.ask(lambda op: SuspendSession(op_id=op, session_id=session.uid, tier=tier))
     await handover.write_down(service, session, tier, ack.tail_key)
+    return ack.stored_tokens
 
 
 async def resume(service: Service, session: Session) -> None:

@@ -110,7 +110,11 @@ class Cancel(Message, frozen=True):
 
 
 class SuspendSession(Message, frozen=True):
-    """Write tail (and, for the store, all pages) down; Ack when durable."""
+    """Write tail (and, for the store, all pages) down; Ack when durable.
+
+    Pages that were given up before they were written are computed again from their words:
+    ``stored_tokens`` says how many tokens the store has.
+    """
 
     op_id: int
     session_id: str
@@ -319,6 +323,7 @@ class Ack(Message, frozen=True):
     message: str = ""
     retry_after_s: float | None = None
     tail_key: bytes | None = None
+    stored_tokens: int | None = None
     positions: tuple[int, ...] = ()
     residency: tuple[TierBytes, ...] = ()
     matched: Matched | None = None

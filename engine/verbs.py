@@ -300,11 +300,14 @@ class Verbs:
             previous = session.stored_tail
             if previous is not None and previous.owned and previous.digest != suspension.tail_key:
                 self._engine.retention.drop_tail(session.salt, previous.digest)
-            session.stored_tail = StoredTail(suspension.tail_key, suspension.tail_size)
+            assert suspension.tail is not None
+            size = len(suspension.tail.payload)
+            session.stored_tail = StoredTail(suspension.tail_key, size)
         if session.request is None:
             self._engine.retention.suspend_to_host(session.tail)
         stored = session.stored_tail
-        return m.Ack(op_id=op_id, tail_key=stored.key if stored and stored.usable else None)
+        key = stored.key if stored and stored.usable else None
+        return m.Ack(op_id=op_id, tail_key=key, stored_tokens=suspension.stored_tokens)
 
     def _pin(self, message: m.PinSession) -> m.Ack:
         session = self._find(message.session_id)

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -430,23 +430,26 @@ class Coordinator:
             if not isinstance(error, TierError | OSError):
                 raise error
             self.counters.writes_failed += 1
-            if isinstance(error, PreconditionFailed):
-                self._recheck(write)  # it answers: no reason to leave it alone
+            if isinstance(error, PreconditionFailed):  # it answers: no reason to leave it alone
+                self.recheck({n: d.policy for d in write.nodes.values() for n in d.node.path()})
             else:
                 self._back_off(str(error))
             # What was given up meanwhile goes, or it would pile up while the store is away.
             held = (item for item in self._dirty.items() if _in_memory(item[1].node, item[0].kind))
             self._dirty = dict(sorted(held, key=lambda item: item[1].node.depth))
 
-    def _recheck(self, write: _Write) -> None:
-        """The store gave up blocks before these without telling: write those again first."""
-        path = {n: d.policy for d in write.nodes.values() for n in d.node.path() if n.stored}
+    def recheck(self, blocks: Mapping[Node, WritePolicy | None]) -> None:
+        """What the store gave up of these without telling is no longer thought to be stored.
+
+        Where it is in memory it is written again.
+        """
+        path = [node for node in blocks if node.stored]
         found = self._has([_key(node, ObjectKind.PAGE) for node in path])
         for node, there in zip(path, found, strict=False):  # none is found if it went away
             if not there:
-                node.stored = False
+                node.stored = node.resume_stored = False
                 if node.mirror != NO_PAGE:
-                    self._queue(node, ObjectKind.PAGE, path[node])
+                    self._queue(node, ObjectKind.PAGE, blocks[node])
                 self._tree.prune(node)
 
     def _back_off(self, why: str) -> None:

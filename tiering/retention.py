@@ -34,6 +34,7 @@ from dsv4_tierd.tiering.tails import Tail
 from dsv4_tierd.tiering.warm import Warming
 
 SENT_WITHIN_S = 10.0
+TRIES = 3  # of blocks that the store gives up meanwhile
 WARMINGS_MAX = 16
 
 
@@ -41,52 +42,89 @@ WARMINGS_MAX = 16
 class Suspension:
     """A suspend under way: blocks first, then the tail that hangs on the last of them.
 
-    ``tail``: what is still to be written when the blocks are; ``leaf``: the last block, which is
-    sent to the far tier by itself where there is no tail. ``sent_by``: until then it waits for
-    the far tier.
+    A block that every tier gave up meanwhile cannot be written: those before it are, the rest is
+    computed again from its words. ``tail``: what hangs on all ``blocks``; without one, the last
+    block is sent to the far tier by itself. ``sent_by``: until then it waits for the far tier.
     """
 
     coordinator: Coordinator
+    tenant: str
+    policy: WritePolicy | None
     path: list[Node]
     blocks: int
-    tail_key: bytes | None = None
-    tail_size: int = 0
-    tail_position: int = 0
     tail: StoredObject | None = None
-    leaf: ObjectKey | None = None
-    sent_by: float = 0.0
-    futures: list[Future[None] | Future[int]] = field(default_factory=list)
+    tail_position: int = 0
+    sent_by: float = field(default_factory=lambda: time.monotonic() + SENT_WITHIN_S)
+    tries: int = TRIES
+    checked: bool = False
+    future: Future[None] | Future[int] | None = None
+
+    @property
+    def tail_key(self) -> bytes | None:
+        """Name of the stored tail, if there is one."""
+        return None if self.tail is None else self.tail.key.digest
+
+    @property
+    def stored_tokens(self) -> int:
+        """How many tokens need not be computed again: of all blocks that are stored, and the tail."""
+        return len(self.path) * BLOCK_TOKENS if self.tail is None else self.tail_position
 
     def advance(self) -> bool:
         """Go on; True once all is durable, and where other daemons look for it.
 
         Raises StoreUnavailable if something could not be written.
         """
-        for future in self.futures:
-            if future.done() and future.exception() is not None:
-                raise StoreUnavailable(f"the tail could not be written: {future.exception()}")
-        if len(self.path) < self.blocks or any(
-            n.key is None or not (n.stored or n.mirror != NO_PAGE) for n in self.path
-        ):
-            raise StoreUnavailable("a page was evicted before it was stored")
-        if not all(node.stored and not self._point_waits(node) for node in self.path):
+        if self.future is None:
+            self._shorten()
+            if not all(node.stored and not self._point_waits(node) for node in self.path):
+                return False
+            self.future = self._write_end()
+        if not self.future.done():
             return False
-        self._write_tail()
-        if not all(future.done() for future in self.futures):
+        error = self.future.exception()
+        if error is not None:
+            raise StoreUnavailable(f"the tail could not be written: {error}")
+        if not self.checked:
+            self.write_blocks()
+            self.checked = True
+        if not all(node.stored for node in self.path):
+            self._begin_again()
             return False
         return not self.coordinator.unsent_count or time.monotonic() > self.sent_by
+
+    def _shorten(self) -> None:
+        lost = (n.key is None or not (n.stored or n.mirror != NO_PAGE) for n in self.path)
+        whole = next((i for i, gone in enumerate(lost) if gone), len(self.path))
+        if whole < self.blocks:
+            self.path, self.blocks, self.tail = self.path[:whole], whole, None
 
     def _point_waits(self, node: Node) -> bool:
         return self.coordinator.pending(node, ObjectKind.RESUME)
 
-    def _write_tail(self) -> None:
+    def _write_end(self) -> Future[None] | Future[int]:
         if self.tail is not None:
-            self.futures.append(self.coordinator.submit_tail(self.tail))
-        elif self.leaf is not None:
-            sending = self.coordinator.submit_chain(self.leaf)
-            if sending is not None:
-                self.futures.append(sending)
-        self.tail = self.leaf = None
+            return self.coordinator.submit_tail(self.tail)
+        leaf = self.path[-1].key if self.path else None
+        if leaf is None or self.policy is WritePolicy.NEVER:
+            return _nothing()
+        key = ObjectKey(ObjectKind.PAGE, self.tenant, leaf)
+        return self.coordinator.submit_chain(key) or _nothing()
+
+    def _begin_again(self) -> None:
+        self.tries -= 1
+        if not self.tries:
+            raise StoreUnavailable("the store gives up blocks as soon as they are written")
+        self.future, self.checked = None, False
+
+    def write_blocks(self) -> None:
+        """Queue what the store lacks, and what it gave up without telling."""
+        self.coordinator.recheck(dict.fromkeys(self.path, self.policy))
+        for node in self.path:
+            if node.key is None:
+                break
+            self.coordinator.queue(node, ObjectKind.PAGE, self.policy)
+            if node.resume != NO_PAGE:
+                self.coordinator.queue(node, ObjectKind.RESUME, self.policy)
 
     def is_of(self, name: str, transcript: Transcript) -> bool:
         """Whether its tail is of these tokens: they may have been rewound since."""
@@ -221,23 +259,16 @@ class Retention:
         # Without a tail the last token is still to be computed, and its block with it.
         position = tail.position if tail is not None else max(len(transcript) - 1, 0)
         path = manager.match(transcript, tenant, position)
-        for node in path:
-            manager.coordinator.queue(node, ObjectKind.PAGE, policy)
-            if node.resume != NO_PAGE:
-                manager.coordinator.queue(node, ObjectKind.RESUME, policy)
-        suspension = Suspension(manager.coordinator, path, position // BLOCK_TOKENS)
-        suspension.sent_by = time.monotonic() + SENT_WITHIN_S
-        leaf = path[-1].key if path else None
+        suspension = Suspension(manager.coordinator, tenant, policy, path, position // BLOCK_TOKENS)
+        suspension.write_blocks()
         if tail is not None and not IdleTails.lost(tail):
             # The words first, so that a tail is never taken for another transcript's.
             packed = transcript.digest(tail.position) + manager.idle.pack(tail)
             key = tail_digest(name, transcript, tail.position)
-            suspension.tail_key, suspension.tail_size = key, len(packed)
-            suspension.tail_position = tail.position
+            leaf = transcript.hashes[suspension.blocks - 1] if suspension.blocks else None
             tail_name = ObjectKey(ObjectKind.TAIL, tenant, key)
             suspension.tail = StoredObject(tail_name, leaf, packed, policy)
-        elif leaf is not None and policy is not WritePolicy.NEVER:
-            suspension.leaf = ObjectKey(ObjectKind.PAGE, tenant, leaf)
+            suspension.tail_position = tail.position
         return suspension
 
     # ------------------------------------------------------------ forgetting
@@ -281,6 +312,12 @@ class Retention:
             return store.delete_tenant(tenant)
 
         return manager.coordinator.submit(delete) if manager.coordinator.has_store else None
+
+
+def _nothing() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 def tail_digest(name: str, transcript: Transcript, position: int) -> bytes:

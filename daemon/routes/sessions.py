@@ -200,8 +200,8 @@ async def suspend(request: web.Request) -> web.Response:
     session.refuse_busy()
 
     async def work() -> dict[str, Any]:
-        await verbs.suspend(service, session, tier)
-        return session_json(session)
+        stored_tokens = await verbs.suspend(service, session, tier)
+        return session_json(session) | {"stored_tokens": stored_tokens}
 
     return await long_verb(request, operation_on(session, "suspend"), work())
 

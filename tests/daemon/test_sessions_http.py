@@ -111,6 +111,7 @@ async def test_suspend_resume_residency_points_and_pin(daemon: Daemon) -> None:
     await daemon.ok("POST", "/v1/sessions?wait=true", {"id": "a", "token_ids": [5] * 600})
     found = await daemon.ok("POST", "/v1/sessions/a/suspend?wait=true", {"tier": "store"})
     assert (found["state"], found["suspended_tier"]) == ("suspended", "store")
+    assert found["stored_tokens"] == found["tokens"]
     operation = await daemon.ok("POST", "/v1/sessions/a/resume", {})
     async with asyncio.timeout(60):
         while operation["state"] == "running":

@@ -11,7 +11,7 @@ from dsv4_tierd.tiering.store.protocol import ObjectKind
 from hostile_store import HostileStore
 from small_models import Model, text
 from tiered_cases import hostile, open_tiered
-from truth import make_world
+from truth import assert_true, make_world
 from world import World, ids_bytes
 
 WORDS = {"through": text(1, 700), "on_suspend": text(2, 700), "never": text(3, 700)}
@@ -132,3 +132,26 @@ def test_a_session_whose_tail_is_lost_still_sends_its_chain(micro: Model, tmp_pa
     assert near.flush(30.0)
     assert stored(far) == blocks(world, "on_suspend")
     near.close()
+
+
+def test_what_host_memory_gave_up_is_not_in_the_way_of_a_suspend(micro: Model) -> None:
+    """Kept from the store, and evicted by another: the suspend says what is left; words are right."""
+    store = HostileStore(bytes(32))
+    world = make_world(micro, store, host_budget_bytes=10 * 58_000 + 500 * 1024, idle_tails=1)
+    words = text(11, 256 * (world.plan.mirror_pages // 2) + 100)
+    start(world, "on_suspend", words)
+    start(world, "never", text(12, len(words) + 512))
+    assert world.tiers.evictor.counters.dropped > 0
+    ack = world.op(m.SuspendSession, session_id="on_suspend")
+    assert ack.code is None, ack
+    assert ack.stored_tokens is not None
+    assert ack.stored_tokens == 256 * len(stored(store)) < len(words)
+    words = world.tokens("on_suspend")
+    world.settle()
+    other = make_world(micro, store)
+    session = other.open(words)
+    answer = other.generate(session, text(13, 5), 3)
+    assert answer.usage.store_tokens == ack.stored_tokens
+    assert_true(micro, other, session, answer)
+    for each in (world, other):
+        each.tiers.coordinator.close()

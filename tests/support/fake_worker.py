@@ -184,7 +184,9 @@ class FakeWorker:
             case SuspendSession():
                 if m.tier == "store" and self.config.store == "none":
                     return Ack(op_id=m.op_id, code="unsupported_combination", message="no store")
-                return Ack(op_id=m.op_id, tail_key=hashlib.sha256(m.session_id.encode()).digest())
+                stored = len(session.ids) if session is not None and m.tier == "store" else None
+                key = hashlib.sha256(m.session_id.encode()).digest()
+                return Ack(op_id=m.op_id, tail_key=key, stored_tokens=stored)
             case PinSession():
                 assert session is not None
                 if "nopins" in self.switches and m.pinned:

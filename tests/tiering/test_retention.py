@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ from dsv4_tierd.tiering.errors import (
 )
 from dsv4_tierd.tiering.manager import TierManager
 from dsv4_tierd.tiering.retention import Retention, Suspension
-from dsv4_tierd.tiering.store.protocol import ObjectKind
+from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, StoredObject
 from hostile_store import HostileStore
 from tiny_tiers import Actor, Puppet, prefix_states, tiny_plan, tiny_tiers
 
@@ -159,7 +161,9 @@ def test_a_suspension_is_done_when_everything_is_stored() -> None:
     )
     rig.retention.suspend_to_host(actor.tail)
     assert actor.tail is not None and actor.tail.slot is None and actor.tail.packed is not None
-    assert suspension.tail_size == 32 + len(actor.tail.packed)  # the words' digest before it
+    assert len(suspension.tail.payload) == 32 + len(
+        actor.tail.packed
+    )  # the words' digest before it
     check_idle(rig.tiers, rig.retention)
 
 
@@ -171,8 +175,8 @@ def test_a_stored_tail_continues_a_session_exactly() -> None:
     rig.settle(suspension)
     tiers = tiny_tiers(store=store)
     puppet = Puppet(tiers)
-    assert suspension.tail_key is not None
-    fetch = tiers.fetch_tail("", suspension.tail_key, suspension.tail_size)
+    assert suspension.tail is not None
+    fetch = tiers.fetch_tail("", suspension.tail.key.digest, len(suspension.tail.payload))
     assert fetch is not None
     fetch.exception()
     actor = puppet.actor(np.concatenate([TEXTS[0], [1, 2, 3]]))
@@ -194,7 +198,7 @@ def test_a_stored_tail_of_other_words_is_refused() -> None:
     rig.settle(suspension)
     tiers = tiny_tiers(store=store)
     assert suspension.tail_key is not None
-    fetch = tiers.fetch_tail("", suspension.tail_key, suspension.tail_size)
+    fetch = tiers.fetch_tail("", suspension.tail_key, len(suspension.tail.payload))
     assert fetch is not None
     fetch.exception()
     words = np.concatenate([TEXTS[0], [1, 2, 3]])
@@ -206,6 +210,86 @@ def test_a_stored_tail_of_other_words_is_refused() -> None:
 def _blocks(actor: Actor) -> dict[bytes, np.ndarray]:
     states = prefix_states(actor.transcript.tokens)
     return {key: states[: 256 * i + 256] for i, key in enumerate(actor.transcript.hashes)}
+
+
+def lose_all(rig: Rig, store: HostileStore) -> None:
+    """The store gives up what it has of the first session, without telling."""
+    keys = [ObjectKey(ObjectKind.PAGE, "", key) for key in rig.actors[0].transcript.hashes]
+    store.naive.delete([*keys, *store.naive.objects])
+
+
+def assert_stored(rig: Rig, store: HostileStore, suspension: Suspension) -> None:
+    """The first session's four blocks are there, and its tail."""
+    keys = [ObjectKey(ObjectKind.PAGE, "", key) for key in rig.actors[0].transcript.hashes]
+    assert len(keys) == 4
+    assert suspension.tail_key is not None
+    assert all(store.naive.has([*keys, ObjectKey(ObjectKind.TAIL, "", suspension.tail_key)]))
+    assert suspension.stored_tokens == len(STEM) + 600
+    check(rig.tiers, rig.retention)
+
+
+def test_what_the_store_gave_up_is_written_again() -> None:
+    """Deleted by another daemon, or evicted: the next suspend has everything there again."""
+    store = HostileStore()
+    rig = Rig(8, store)
+    rig.settle(rig.suspend(rig.actors[0]))
+    lose_all(rig, store)
+    suspension = rig.suspend(rig.actors[0])
+    rig.settle(suspension)
+    assert_stored(rig, store, suspension)
+
+
+def test_what_the_store_gives_up_meanwhile_is_written_again() -> None:
+    """Gone between the last block and the tail that hangs on it: both are there in the end."""
+    store = HostileStore()
+    rig = Rig(8, store)
+    suspension = rig.suspend(rig.actors[0])
+    while not all(node.stored for node in suspension.path):
+        rig.tiers.coordinator.poll()
+    lose_all(rig, store)
+    rig.settle(suspension)
+    assert_stored(rig, store, suspension)
+
+
+def test_a_store_that_keeps_nothing_is_an_error() -> None:
+    """What is written is gone each time: 503 after a few turns, not for ever."""
+    store = HostileStore()
+    rig = Rig(8, store)
+    plain = store.put
+
+    def put(objects: Sequence[StoredObject]) -> None:
+        if objects[0].key.kind is ObjectKind.TAIL:
+            lose_all(rig, store)
+        plain(objects)
+
+    store.put = put  # type: ignore[method-assign]
+    with pytest.raises(StoreUnavailable, match="as soon as they are written"):
+        rig.settle(rig.suspend(rig.actors[0]))
+    check(rig.tiers, rig.retention)
+
+
+@pytest.mark.parametrize("moment", ["before", "meanwhile"])
+def test_blocks_that_were_given_up_are_left_out(moment: str) -> None:
+    """The third of four blocks is in no tier any more: two are stored, without the tail."""
+    store = HostileStore()
+    store.down = True
+    rig = Rig(8, store)
+    store.down = False
+    rig.tiers.coordinator._retry_at = 0.0
+    actor = rig.actors[0]
+    path = rig.tiers.match(actor.transcript, "", len(actor.transcript))
+    assert len(path) == 4
+    suspension = None
+    if moment == "meanwhile":
+        suspension = rig.suspend(actor)
+    for node in reversed(path[2:]):
+        rig.tiers.evictor.evict_mirror(node)
+    suspension = suspension or rig.suspend(actor)
+    rig.settle(suspension)
+    assert (suspension.stored_tokens, suspension.tail_key) == (512, None)
+    keys = [ObjectKey(ObjectKind.PAGE, "", key) for key in actor.transcript.hashes]
+    assert store.naive.has(keys) == [True, True, False, False]
+    check(rig.tiers, rig.retention)
 
 
 def test_suspending_without_a_store_is_refused() -> None:
