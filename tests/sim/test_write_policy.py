@@ -135,7 +135,7 @@ def test_a_session_whose_tail_is_lost_still_sends_its_chain(micro: Model, tmp_pa
 
 
 def test_what_host_memory_gave_up_is_not_in_the_way_of_a_suspend(micro: Model) -> None:
-    """Kept from the store, and evicted by another: the suspend says what is left; words are right."""
+    """Kept from the store, and evicted: the suspend says what is left, and the words are right."""
     store = HostileStore(bytes(32))
     world = make_world(micro, store, host_budget_bytes=10 * 58_000 + 500 * 1024, idle_tails=1)
     words = text(11, 256 * (world.plan.mirror_pages // 2) + 100)
