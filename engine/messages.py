@@ -182,6 +182,18 @@ class WarmPrefix(Message, frozen=True):
     salt: str = ""
 
 
+class PinPrefix(Message, frozen=True):
+    """Keep the stored blocks of these tokens in the store, or take that back.
+
+    Ack with ``stored_tokens``: how many tokens those are.
+    """
+
+    op_id: int
+    token_ids: bytes
+    salt: str = ""
+    pinned: bool = True
+
+
 class TendStore(Message, frozen=True):
     """Check every stored byte, or remove what nobody can use. Ack with ``tended``."""
 
@@ -357,6 +369,7 @@ ToWorker = (
     | AskResumePoints
     | LookupPrefix
     | WarmPrefix
+    | PinPrefix
     | TendStore
     | PurgeSalt
     | AskStats

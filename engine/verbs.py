@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,6 +35,8 @@ from dsv4_tierd.tiering.replay import has_point
 from dsv4_tierd.tiering.retention import Suspension
 from dsv4_tierd.tiering.store.maintain import tidied, tiers_of, verified
 from dsv4_tierd.tiering.store.protocol import WritePolicy
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -68,6 +71,7 @@ class Verbs:
             m.AskResumePoints: self._resume_points,
             m.LookupPrefix: self._lookup,
             m.WarmPrefix: self._warm,
+            m.PinPrefix: self._pin_prefix,
             m.TendStore: self._tend,
             m.PurgeSalt: self._purge,
             m.AskStats: self._stats,
@@ -188,20 +192,23 @@ class Verbs:
 
     def _when_gone(self, op_id: int, deletion: Future[int] | None) -> m.Ack | None:
         """Ack once the stored bytes are gone; at once if there is no store."""
-        ack = m.Ack(op_id=op_id)
         if deletion is None:
-            return ack
+            return m.Ack(op_id=op_id)
+        self._when_done(op_id, deletion, lambda _: m.Ack(op_id=op_id))
+        return None
+
+    def _when_done(self, op_id: int, call: Future[T], answer: Callable[[T], m.Ack]) -> None:
+        """Ack when a call to the store has ended; a TierError of it is told as it is."""
 
         def poll() -> m.Ack | None:
-            if not deletion.done():
+            if not call.done():
                 return None
-            error = deletion.exception()
-            if error is not None:
-                raise StoreUnavailable(f"stored bytes could not be removed: {error}")
-            return ack
+            error = call.exception()
+            if error is not None and not isinstance(error, TierError):
+                raise StoreUnavailable(f"the store failed: {error!r}")
+            return answer(call.result())
 
         self._pending.append(_Pending(op_id, poll))
-        return None
 
     # ------------------------------------------------------------ requests
     def _submit(self, message: m.Submit) -> None:
@@ -317,19 +324,20 @@ class Verbs:
             self._engine.retention.unpin(session.id)
         return m.Ack(op_id=message.op_id)
 
+    def _pin_prefix(self, message: m.PinPrefix) -> None:
+        root = self._engine.tiers.root(message.salt)
+        words = Transcript(root, self._tokens(message.token_ids))
+        future = self._engine.retention.pin_stored(words, message.salt, on=message.pinned)
+        self._when_done(
+            message.op_id, future, lambda n: m.Ack(op_id=message.op_id, stored_tokens=n)
+        )
+
     def _tend(self, message: m.TendStore) -> None:
         work = verified if message.verb == "verify" else tidied
         future = self._engine.tiers.coordinator.submit_care(lambda store: work(tiers_of(store)))
-
-        def poll() -> m.Ack | None:
-            if not future.done():
-                return None
-            error = future.exception()
-            if error is not None and not isinstance(error, TierError):
-                raise StoreUnavailable(f"the store could not be looked after: {error!r}")
-            return m.Ack(op_id=message.op_id, tended=future.result())
-
-        self._pending.append(_Pending(message.op_id, poll))
+        self._when_done(
+            message.op_id, future, lambda found: m.Ack(op_id=message.op_id, tended=dict(found))
+        )
 
     def _purge(self, message: m.PurgeSalt) -> m.Ack | None:
         return self._when_gone(message.op_id, self._engine.retention.purge(message.salt))

@@ -38,6 +38,7 @@ from dsv4_tierd.tiering.store.protocol import (
     StoreUsage,
     TwoTiers,
     WritePolicy,
+    pins_of,
 )
 
 log = logging.getLogger("dsv4_tierd.tiering")
@@ -282,6 +283,12 @@ class Coordinator:
         """Run any other call on the writer thread."""
         assert self._store is not None
         return self._writer.submit(call, self._store)
+
+    def require_pins(self) -> None:
+        """Raises UnsupportedCombination: there is no store, or it has no pins."""
+        if self._store is None:
+            raise UnsupportedCombination("no prefix store is configured")
+        pins_of(self._store)
 
     def submit_care(self, call: Callable[[PrefixStore], T]) -> Future[T]:
         """Run what takes minutes beside reads and writes, one at a time; closing ends it."""

@@ -14,6 +14,7 @@ from dsv4_tierd.tiering.blocks import BLOCK_TOKENS, Transcript
 from dsv4_tierd.tiering.coordinator import Coordinator
 from dsv4_tierd.tiering.errors import (
     HostPoolExhausted,
+    InvalidRequest,
     NotPinned,
     PinBudgetExhausted,
     QueueFull,
@@ -29,6 +30,7 @@ from dsv4_tierd.tiering.store.protocol import (
     PrefixStore,
     StoredObject,
     WritePolicy,
+    pins_of,
 )
 from dsv4_tierd.tiering.tails import Tail
 from dsv4_tierd.tiering.warm import Warming
@@ -66,7 +68,7 @@ class Suspension:
 
     @property
     def stored_tokens(self) -> int:
-        """How many tokens need not be computed again: of all blocks that are stored, and the tail."""
+        """Tokens that need not be computed again: the blocks', or with a tail its own."""
         return len(self.path) * BLOCK_TOKENS if self.tail is None else self.tail_position
 
     def advance(self) -> bool:
@@ -222,6 +224,34 @@ class Retention:
         if ended:
             self._warming.remove(warming)
         return ended
+
+    # ------------------------------------------------------------ pins in the store
+    def pin_stored(self, transcript: Transcript, tenant: str, *, on: bool) -> Future[int]:
+        """Keep the blocks of these words in the store, whatever it gives up; or take that back.
+
+        The future's result is how many tokens those are. Raises InvalidRequest (not a block),
+        UnsupportedCombination (this store has no pins); the future PreconditionFailed (not all
+        are stored), NotPinned, PinBudgetExhausted, StoreUnavailable.
+        """
+        hashes = transcript.hashes
+        if not hashes:
+            raise InvalidRequest(f"a pin needs at least {BLOCK_TOKENS} tokens")
+        leaf = ObjectKey(ObjectKind.PAGE, tenant, hashes[-1])
+        point = ObjectKey(ObjectKind.RESUME, tenant, hashes[-1])
+
+        def call(store: PrefixStore) -> int:
+            pins = pins_of(store)
+            if on:
+                pins.pin([leaf, point] if all(store.has([point])) else [leaf])
+            else:
+                pins.unpin([leaf])
+                with contextlib.suppress(NotPinned):
+                    pins.unpin([point])
+            return len(hashes) * BLOCK_TOKENS
+
+        coordinator = self._manager.coordinator
+        coordinator.require_pins()
+        return coordinator.submit(call)
 
     # ------------------------------------------------------------ suspend
     def suspend_to_host(self, tail: Tail | None) -> None:

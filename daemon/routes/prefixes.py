@@ -1,7 +1,8 @@
-"""``/v1/prefixes``: how much of some words is cached, and bringing it nearer."""
+"""``/v1/prefixes``: how much of some words is cached, bringing it nearer, keeping it stored."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -11,7 +12,7 @@ from dsv4_tierd.daemon.middleware import json_response
 from dsv4_tierd.daemon.operations import new_operation
 from dsv4_tierd.daemon.routes.common import ids_of, is_octets, long_verb, salt_of, service_of
 from dsv4_tierd.daemon.transcript import ID_BYTES
-from dsv4_tierd.engine.messages import LookupPrefix, WarmPrefix
+from dsv4_tierd.engine.messages import LookupPrefix, PinPrefix, WarmPrefix
 from dsv4_tierd.tiering.errors import (
     InvalidRequest,
     UnsupportedCombination,
@@ -77,6 +78,22 @@ async def warm(request: web.Request) -> web.Response:
     return await long_verb(request, new_operation("warm", salt, None), work())
 
 
+async def pin(request: web.Request) -> web.Response:
+    """Keep the stored whole blocks of these words in the shared store, or take that back."""
+    service = service_of(request)
+    ids, salt = await _words(request)
+    pinned = request.match_info["verb"] == "pin"
+    message = partial(PinPrefix, token_ids=ids, salt=salt, pinned=pinned)
+    ack = await service.bridge().ask(lambda op: message(op_id=op))
+    return json_response({"pinned": pinned, "tokens": ack.stored_tokens})
+
+
 def add_routes(app: web.Application) -> None:
     """Register this module's routes."""
-    app.add_routes([web.post("/v1/prefixes/lookup", lookup), web.post("/v1/prefixes/warm", warm)])
+    app.add_routes(
+        [
+            web.post("/v1/prefixes/lookup", lookup),
+            web.post("/v1/prefixes/warm", warm),
+            web.post("/v1/prefixes/{verb:pin|unpin}", pin),
+        ]
+    )

@@ -37,6 +37,7 @@ from dsv4_tierd.engine.messages import (
     LookupPrefix,
     Matched,
     OpenSession,
+    PinPrefix,
     PinSession,
     Progress,
     PurgeSalt,
@@ -218,6 +219,9 @@ class FakeWorker:
             case WarmPrefix():
                 n = len(m.token_ids) // 4 // 256 * 256
                 return Ack(op_id=m.op_id, warmed=Warmed(host_tokens=n, loaded_tokens=n // 2))
+            case PinPrefix():
+                n = len(m.token_ids) // 4 // 256 * 256
+                return Ack(op_id=m.op_id, stored_tokens=n)
             case TendStore(verb="verify"):
                 bad = ["page 00ff: checksum"] if self.config.model == "rotten" else []
                 return Ack(op_id=m.op_id, tended={"objects": 9, "bytes_read": 4096, "bad": bad})

@@ -161,9 +161,9 @@ def test_a_suspension_is_done_when_everything_is_stored() -> None:
     )
     rig.retention.suspend_to_host(actor.tail)
     assert actor.tail is not None and actor.tail.slot is None and actor.tail.packed is not None
-    assert len(suspension.tail.payload) == 32 + len(
-        actor.tail.packed
-    )  # the words' digest before it
+    words_digest_bytes = 32
+    assert suspension.tail is not None
+    assert len(suspension.tail.payload) == words_digest_bytes + len(actor.tail.packed)
     check_idle(rig.tiers, rig.retention)
 
 

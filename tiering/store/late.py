@@ -14,6 +14,7 @@ from dsv4_tierd.tiering.store.protocol import (
     StoredObject,
     StoreUsage,
     TwoTiers,
+    parts_of,
 )
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,9 @@ class LateStore:
 
     def delete_tenant(self, tenant: str) -> int:
         return self._now().delete_tenant(tenant)
+
+    def parts(self) -> tuple[PrefixStore, ...]:
+        return parts_of(self._now())
 
     def usage(self) -> StoreUsage:
         if self._store is not None:

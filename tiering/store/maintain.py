@@ -10,9 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 from dsv4_tierd.tiering.errors import InvalidRequest, UnsupportedCombination
 from dsv4_tierd.tiering.store.disk import BYTES_MIN, DiskStore, GcReport, ObjectInfo, VerifyReport
 from dsv4_tierd.tiering.store.open import TierSpec, identities_of, parse_spec
-from dsv4_tierd.tiering.store.protocol import PrefixStore
+from dsv4_tierd.tiering.store.protocol import PrefixStore, parts_of
 from dsv4_tierd.tiering.store.redis_config import RedisConfig
-from dsv4_tierd.tiering.store.tiered import TieredStore
 from dsv4_tierd.tiering.store.vault import DiskConfig
 
 NO_BOUND = 1 << 60
@@ -56,10 +55,13 @@ def opened_for_care(spec: str, bytes_max: int | None = None) -> Iterator[list[Ma
 
 
 def tiers_of(store: PrefixStore) -> list[Maintained]:
-    """An open store's tiers, nearest first. Raises UnsupportedCombination: one has no such care."""
-    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
-    cared: list[Maintained] = [tier for tier in tiers if isinstance(tier, Maintained)]
-    if len(cared) < len(tiers):
+    """What is looked after of an open store, nearest first.
+
+    Raises UnsupportedCombination (one has no such care), StoreUnavailable (it is not open yet).
+    """
+    parts = parts_of(store)
+    cared: list[Maintained] = [part for part in parts if isinstance(part, Maintained)]
+    if len(cared) < len(parts):
         raise UnsupportedCombination("this kind of store cannot be looked after")
     return cared
 

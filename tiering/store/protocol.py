@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Protocol, runtime_checkable
 
+from dsv4_tierd.tiering.errors import UnsupportedCombination
+
 
 class ObjectKind(IntEnum):
     """Numbers are on disk: never change one."""
@@ -136,3 +138,39 @@ class TwoTiers(Protocol):
 
     def send_chain(self, leaf: ObjectKey) -> None:
         """Send a page, and the pages and points before it, to the far tier, soon."""
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """A store in front of others."""
+
+    def parts(self) -> tuple[PrefixStore, ...]:
+        """Those others, nearest first. Raises StoreUnavailable: they are not open yet."""
+
+
+def parts_of(store: PrefixStore) -> tuple[PrefixStore, ...]:
+    """The stores that hold the objects, nearest first. Raises StoreUnavailable."""
+    return store.parts() if isinstance(store, InParts) else (store,)
+
+
+@runtime_checkable
+class Pins(Protocol):
+    """A store whose objects can be kept from being given up."""
+
+    def pin(self, keys: Sequence[ObjectKey]) -> None:
+        """Keep objects, and the pages that they hang on, from eviction and from their end of time.
+
+        Pinning again changes nothing. Raises PreconditionFailed (not stored: nothing is pinned),
+        PinBudgetExhausted, StoreUnavailable.
+        """
+
+    def unpin(self, keys: Sequence[ObjectKey]) -> None:
+        """Take pins back. Raises NotPinned (one of them was not: nothing changes)."""
+
+
+def pins_of(store: PrefixStore) -> Pins:
+    """The farthest part that has pins. Raises UnsupportedCombination, StoreUnavailable."""
+    for part in reversed(parts_of(store)):
+        if isinstance(part, Pins):
+            return part
+    raise UnsupportedCombination("this kind of store has no pins; Redis has")

@@ -163,9 +163,8 @@ class TieredStore:
         """The tiers' own."""
         return self._local.identity
 
-    @property
-    def tiers(self) -> tuple[PrefixStore, PrefixStore]:
-        """The local store and the remote one, to be looked after."""
+    def parts(self) -> tuple[PrefixStore, ...]:
+        """See ``InParts``."""
         return self._local, self._remote.store
 
     # ------------------------------------------------------------ reading
