@@ -204,6 +204,17 @@ class FakeWorker:
                         TierBytes(group="c4", tier="host", tokens=len(session.ids), bytes=4096),
                     ),
                 )
+            case Audit():
+                self.counters["audits"] += 1
+            case ResumeSession() | PurgeSalt() | Drain():
+                pass
+            case _:
+                return self.answer_of_tiers(m)
+        return Ack(op_id=m.op_id)
+
+    def answer_of_tiers(self, m: Any) -> Ack:
+        """Of words and stores, without a session."""
+        match m:
             case LookupPrefix():
                 n = len(m.token_ids) // 4
                 return Ack(
@@ -228,11 +239,7 @@ class FakeWorker:
             case TendStore():
                 sizes = {"bytes_before": 4096, "bytes_after": 1024, "segments_compacted": 1}
                 return Ack(op_id=m.op_id, tended=sizes)
-            case Audit():
-                self.counters["audits"] += 1
-            case ResumeSession() | PurgeSalt() | Drain():
-                pass
-        return Ack(op_id=m.op_id)
+        raise AssertionError(f"no answer to {m}")
 
     async def guarded(self, m: Submit) -> None:
         try:
