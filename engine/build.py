@@ -41,6 +41,7 @@ log = logging.getLogger("dsv4_tierd.engine")
 
 LAYOUT_VERSION = 1
 CHUNK_TOKENS = 8192  # on a GPU: streaming a layer's rows hides behind computing them
+CHUNK_TOKENS_MAX = 65_535  # rows of a grid's second dimension
 CHUNK_TOKENS_BESIDE = 1024  # while others decode: one layer takes about a decode step's time
 
 
@@ -231,8 +232,10 @@ def build_engine(
     """Allocate the tiers and put the loop on top. Raises ExceedsCapacity, InvalidRequest."""
     config = resolved(config, model.config)
     chunk_tokens = config.chunk_tokens
-    if chunk_tokens is None or chunk_tokens <= 0:
-        raise InvalidRequest(f"chunk_tokens {chunk_tokens} is not positive", param="chunk_tokens")
+    if chunk_tokens is None or not 0 < chunk_tokens <= CHUNK_TOKENS_MAX:
+        raise InvalidRequest(
+            f"chunk_tokens {chunk_tokens} is not in 1..{CHUNK_TOKENS_MAX}", param="chunk_tokens"
+        )
     device = torch.device(config.device)
     if device.type == "cuda":
         _take_own_stream(device)

@@ -6,6 +6,7 @@ import pytest
 
 from dsv4_tierd.engine import messages as m
 from dsv4_tierd.engine.scheduler import Scheduler
+from dsv4_tierd.tiering.errors import InvalidRequest
 from dsv4_tierd.tiering.store.protocol import ObjectKind
 from hostile_store import HostileStore
 from small_models import Model, text
@@ -205,3 +206,10 @@ def test_a_look_up_does_not_extend_a_life(micro: Model) -> None:
     world.generate(world.open(), text(3, 1200), 1)
     left = [world.op(m.LookupPrefix, token_ids=ids_bytes(words)).matched for words in (old, new)]
     assert left[0] and left[1] and left[0].matched_tokens < left[1].matched_tokens == 1024
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, -1, 65_536])
+def test_a_chunk_that_no_kernel_takes_is_refused(micro: Model, chunk_tokens: int) -> None:
+    """Before anything is allocated, with the bounds."""
+    with pytest.raises(InvalidRequest, match=r"not in 1\.\.65535"):
+        make_world(micro, chunk_tokens=chunk_tokens)
