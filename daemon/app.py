@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from aiohttp import web
+from aiohttp.client_exceptions import ClientPayloadError
+from aiohttp.http_exceptions import HttpProcessingError
 
 from dsv4_tierd.daemon import verbs
 from dsv4_tierd.daemon.bridge import Bridge
@@ -41,6 +43,22 @@ from dsv4_tierd.engine.vocabulary import find_tokenizer
 from dsv4_tierd.tiering.store.lease_server import LeaseServer, open_leases
 
 log = logging.getLogger("dsv4_tierd.daemon")
+
+
+class _ClientsFault(logging.Filter):
+    """What is no HTTP is the fault of who sent it: one line, and no trace."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError | ClientPayloadError):
+            why = str(error).partition("\n\n")[0].replace("\n", " ")
+            record.msg, record.args = f"{record.getMessage()}: {why}".replace("%", "%%"), ()
+            record.levelno, record.levelname = logging.INFO, "INFO"
+            record.exc_info = None
+        return True
+
+
+_CLIENTS_FAULT = _ClientsFault()  # one, however many daemons a process has
 
 OnListening = Callable[[Service, int], Coroutine[Any, Any, None]]
 
@@ -83,6 +101,7 @@ async def serve(
     still be loading. Errors come inside an ExceptionGroup when they end a running daemon.
     """
     read_keys(config.api_key_file)
+    logging.getLogger("aiohttp.server").addFilter(_CLIENTS_FAULT)
     lock = StateLock(config.state_dir)
     try:
         journal = await asyncio.to_thread(Journal, config.state_dir)

@@ -41,8 +41,9 @@ def session_of(request: web.Request, salt_in_body: str | None = None) -> Session
 
 
 def is_octets(request: web.Request) -> bool:
-    """Only when it says so: a body without a type is JSON."""
-    return "Content-Type" in request.headers and request.content_type == OCTETS
+    """Only when it says so: a body without a type, or with one that is none, is JSON."""
+    said, _, _ = request.headers.get("Content-Type", "").partition(";")
+    return said.strip().lower() == OCTETS
 
 
 def flag(request: web.Request, name: str) -> bool:

@@ -178,6 +178,42 @@ async def test_a_body_that_is_not_encoded_as_it_says_is_refused(daemon: Daemon) 
         assert "the body cannot be read" in found["error"]["message"]
 
 
+async def test_only_a_body_that_says_so_is_ids(daemon: Daemon) -> None:
+    """A type that is none is as no type: JSON."""
+    for said in (";;;", "nonsense", "\xe9", "application/json; charset=utf-16"):
+        headers = {"Content-Type": said}
+        status, found, _ = await daemon.call("POST", "/v1/sessions", data=b"{}", headers=headers)
+        assert (status, found.get("state")) == (201, "open"), said
+    headers = {"Content-Type": "Application/Octet-Stream ; v=1"}
+    found = await daemon.ok("POST", "/v1/sessions?wait=true", data=bytes(8), headers=headers)
+    assert found["tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /\xff%s%d HTTP/1.1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/sessions HTTP/1.0\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
+    ],
+)
+async def test_what_is_no_http_is_one_line_in_the_log(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    """400 for who sent it; nobody can fill the log with traces."""
+    caplog.set_level("INFO")
+    host, port = daemon.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(sent)
+    assert b" 400 " in (await reader.read()).split(b"\r\n", 1)[0]
+    writer.close()
+    await daemon.ok("GET", "/health")
+    records = [record for record in caplog.records if record.name == "aiohttp.server"]
+    assert len(records) == 1
+    assert (records[0].levelname, records[0].exc_info) == ("INFO", None)
+    assert records[0].getMessage().count("\n") == 0
+
+
 async def test_the_deepest_metadata_and_largest_numbers_are_kept(tmp_path: Path) -> None:
     """What is taken can be listed, and is there after a restart."""
     metadata = {"deep": nested(31), "numbers": [(1 << 64) - 1, -(1 << 63)]}
