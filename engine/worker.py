@@ -27,10 +27,14 @@ from dsv4_tierd.engine.build import (
 from dsv4_tierd.engine.config import EngineConfig
 from dsv4_tierd.engine.gpu.runner import DeviceRunner
 from dsv4_tierd.engine.gpu.warm import warm
+from dsv4_tierd.engine.loop import Engine
 from dsv4_tierd.engine.messages import FRAME_BYTES_MAX, LoadProgress, Ready, ToDaemon, ToWorker
-from dsv4_tierd.engine.model.config import load_config
+from dsv4_tierd.engine.model.config import ConfigError, load_config
+from dsv4_tierd.engine.model.folder import WeightsError
 from dsv4_tierd.engine.model.presets import model_name
+from dsv4_tierd.engine.verbs import Verbs
 from dsv4_tierd.engine.vocabulary import find_tokenizer
+from dsv4_tierd.tiering.errors import TierError
 
 log = logging.getLogger("dsv4_tierd.engine")
 
@@ -38,6 +42,7 @@ INBOX_MAX = 1024
 OUTBOX_MAX = 4096
 IDLE_WAIT_S = 0.02
 LENGTH = struct.Struct("<I")
+CANNOT_START = (TierError, ConfigError, WeightsError, MemoryError)  # a setting's or file's fault
 
 
 class FrameTooLong(Exception):
@@ -107,8 +112,8 @@ class Channel:
             os._exit(0)  # the daemon is gone, and with it every reason to go on
 
 
-def serve(channel: Channel, config: EngineConfig) -> None:
-    """Load, say Ready, and run until the socket closes."""
+def load(channel: Channel, config: EngineConfig) -> tuple[Engine, Verbs]:
+    """All that serving needs; says Ready. Raises what CANNOT_START names, or a bug's error."""
     channel.send(LoadProgress(stage="weights", done=0, total=1))
     config = resolved(config, load_config(config.model))
     model = load_model(config)
@@ -145,6 +150,11 @@ def serve(channel: Channel, config: EngineConfig) -> None:
             plan=sizes.bytes_by_pool,
         )
     )
+    return engine, verbs
+
+
+def serve(channel: Channel, engine: Engine, verbs: Verbs) -> None:
+    """Run until the socket closes."""
     busy = True
     while True:
         try:
@@ -177,7 +187,13 @@ def main() -> None:
     except EOFError:
         return  # the daemon is gone already
     try:
-        serve(Channel(sock), config)
+        channel = Channel(sock)
+        try:
+            engine, verbs = load(channel, config)
+        except CANNOT_START as error:
+            log.error("the engine cannot start: %s", error)  # noqa: TRY400  no bug of ours
+            os._exit(1)
+        serve(channel, engine, verbs)
     except BaseException:
         log.exception("the engine ends")
         os._exit(1)  # a store call that hangs must not keep a dead engine's socket open

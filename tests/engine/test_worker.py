@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 
 from dsv4_tierd.engine.messages import FRAME_BYTES_MAX, AskStats
 from dsv4_tierd.engine.worker import LENGTH, Channel
+from small_models import Model
 
 DYING = """
 import threading
@@ -19,10 +22,11 @@ from dsv4_tierd.engine import worker
 
 hanging = ThreadPoolExecutor(1)
 
-def serve(channel, config):
+def serve(channel, engine, verbs):
     hanging.submit(threading.Event().wait)
     raise AssertionError("a bug in a step")
 
+worker.load = lambda channel, config: (None, None)
 worker.serve = serve
 worker.main()
 """
@@ -56,6 +60,35 @@ def test_an_engine_whose_daemon_is_gone_ends_quietly() -> None:
             check=False,
         )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": "none"}, "none/config.json does not exist"),
+        ({"device_budget_bytes": 1024}, "device budget 1024 B holds no session"),
+        ({"host_budget_bytes": 0}, "host budget 0 B holds no session"),
+        ({"store": "disk:/dev/null/x"}, "/dev/null/x"),
+    ],
+)
+def test_what_an_engine_cannot_start_with_is_one_line(
+    models: Callable[..., Model], settings: dict[str, Any], said: str
+) -> None:
+    """A missing checkpoint, a budget, a store folder: named, without a trace; exit code 1."""
+    ours, theirs = socket.socketpair()
+    config = msgspec.json.encode({"model": str(models().folder), "device": "cpu"} | settings)
+    ours.sendall(LENGTH.pack(len(config)) + config)
+    with ours, theirs:
+        done = subprocess.run(
+            [sys.executable, "-m", "dsv4_tierd.engine.worker", "--socket-fd", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    assert said in done.stderr
 
 
 def test_an_engine_that_fails_ends_though_the_store_hangs() -> None:
