@@ -13,8 +13,20 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
-from dsv4_tierd.daemon.cli_ask import FAILED, ApiKey, AsJson, Url, ask, err, out, show
+from dsv4_tierd.daemon.cli_ask import (
+    FAILED,
+    NOT_FOUND,
+    ApiKey,
+    AsJson,
+    Url,
+    ask,
+    err,
+    fail,
+    out,
+    show,
+)
 from dsv4_tierd.daemon.cli_store import store_app
 from dsv4_tierd.daemon.client import AsyncTierd
 
@@ -121,8 +133,9 @@ def doctor(
     def draw(_: Any) -> Table:
         table = Table("check", "found", "what its lack costs")
         for check in found:
-            mark = "[green]ok[/green]" if check.good else "[yellow]lacking[/yellow]"
-            table.add_row(f"{mark} {check.name}", check.found, "" if check.good else check.cost)
+            mark = ("ok", "green") if check.good else ("lacking", "yellow")
+            name = Text.assemble(mark, f" {check.name}")
+            table.add_row(name, check.found, "" if check.good else check.cost)
         return table
 
     show([check.as_dict() for check in found], as_json, draw)
@@ -132,7 +145,7 @@ def doctor(
 def make_checkpoint_command(
     folder: Path,
     preset: Annotated[str, typer.Option(help="Sizes.")] = "tiny",
-    seed: Annotated[int, typer.Option(help="Same seed, same bytes.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Same seed, same bytes.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Write a random-weight DeepSeek-V4 in the official format."""
@@ -141,15 +154,18 @@ def make_checkpoint_command(
 
     if preset not in PRESETS:
         raise typer.BadParameter(f"presets: {', '.join(PRESETS)}", param_hint="--preset")
-    made = make_checkpoint(folder, preset, seed)
+    try:
+        made = make_checkpoint(folder, preset, seed)
+    except OSError as error:
+        fail(str(error), FAILED)
     size = sum(f.stat().st_size for f in made.iterdir())
     show({"folder": str(made), "preset": preset, "seed": seed, "bytes": size}, as_json)
 
 
 @app.command()
 def demo(
-    tokens: Annotated[int, typer.Option(help="Tokens of source code to load.")] = 32_768,
-    answer_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 24,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of source code to load.")] = 32_768,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 24,
     model: Annotated[
         Path | None, typer.Option(help="Another checkpoint than the tiny one.")
     ] = None,
@@ -253,8 +269,24 @@ def prefix_lookup(
     as_json: AsJson = False,
 ) -> None:
     """How many tokens of a text are cached, and in which tier."""
-    text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    text = _text(_bytes_of(file))
     show(ask(url, api_key, lambda t: t.prefixes.lookup(text=text)), as_json)
+
+
+def _bytes_of(file: Path) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except FileNotFoundError:
+        fail(f"there is no file {file}", NOT_FOUND)
+    except OSError as error:
+        fail(str(error), FAILED)
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"not text in UTF-8: {error}", param_hint="FILE") from error
 
 
 @prefix_app.command("warm")
@@ -266,12 +298,10 @@ def prefix_warm(
     as_json: AsJson = False,
 ) -> None:
     """Bring what the store has of a text to host memory, and say how many tokens that are."""
-    data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    data = _bytes_of(file)
     if token_ids and len(data) % 4:
         raise typer.BadParameter("not whole int32 numbers", param_hint="--ids")
-    words = (
-        {"token_ids": list(memoryview(data).cast("i"))} if token_ids else {"text": data.decode()}
-    )
+    words = {"token_ids": list(memoryview(data).cast("i"))} if token_ids else {"text": _text(data)}
     with err.status("warming up"):
         found = ask(url, api_key, lambda t: t.prefixes.warm(**words))
     show(found, as_json)

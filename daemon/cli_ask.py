@@ -10,11 +10,12 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from dsv4_tierd.daemon.client import AsyncTierd
 from dsv4_tierd.daemon.client_errors import CapacityError, SessionNotFoundError, TierdError
 
-out, err = Console(), Console(stderr=True)
+out, err = Console(markup=False), Console(markup=False, stderr=True)  # what it says is not ours
 
 FAILED, USAGE, NOT_FOUND, NO_CAPACITY = 1, 2, 3, 4
 Url = Annotated[str | None, typer.Option("--url", envvar="TIERD_BASE_URL", help="The daemon.")]
@@ -24,15 +25,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")
 
 def ask(url: str | None, key: str | None, work: Callable[[AsyncTierd], Awaitable[Any]]) -> Any:
     """Run one conversation with a daemon; its errors become exit codes."""
+    try:
+        client = AsyncTierd(url, key)
+    except ValueError as error:
+        fail(str(error), USAGE)
 
     async def run() -> Any:
-        async with AsyncTierd(url, key) as tierd:
+        async with client as tierd:
             return await work(tierd)
 
     try:
         return asyncio.run(run())
     except TierdError as error:
-        err.print(f"[red]{error.code or 'error'}[/red]: {error.message}", highlight=False)
+        err.print(Text.assemble((error.code or "error", "red"), f": {error.message}"))
         kinds = ((SessionNotFoundError, NOT_FOUND), (CapacityError, NO_CAPACITY))
         code = next((code for kind, code in kinds if isinstance(error, kind)), FAILED)
         raise typer.Exit(NOT_FOUND if error.status == 404 else code) from error
@@ -46,7 +51,12 @@ def show(data: Any, as_json: bool, draw: Callable[[Any], Any] | None = None) -> 
         out.print(draw(data))
 
 
+def complain(console: Console, message: object) -> None:
+    """Say what is wrong, literally: brackets in it are not Rich's."""
+    console.print(str(message), style="red", markup=False, highlight=False)
+
+
 def fail(message: str, code: int) -> NoReturn:
     """Say why, and end."""
-    err.print(f"[red]{message}[/red]", highlight=False)
+    complain(err, message)
     raise typer.Exit(code)

@@ -13,6 +13,7 @@ import uvloop
 from rich.console import Console
 
 from dsv4_tierd.daemon.app import serve
+from dsv4_tierd.daemon.cli_ask import complain
 from dsv4_tierd.daemon.config import BadConfig, CannotStart, ServeConfig, load_config
 from dsv4_tierd.daemon.service import Service
 from dsv4_tierd.tiering.units import format_bytes
@@ -23,7 +24,7 @@ def run_serve(flags: Mapping[str, Any], file: Path | None, as_json: bool, err: C
     try:
         config = load_config(flags, file)
     except BadConfig as error:
-        err.print(f"[red]{error.message}[/red]", highlight=False)
+        complain(err, error.message)
         return 2
 
     logging.basicConfig(
@@ -40,14 +41,14 @@ def run_serve(flags: Mapping[str, Any], file: Path | None, as_json: bool, err: C
     try:
         uvloop.run(serve(config, on_listening=announce))
     except (CannotStart, OSError) as error:
-        err.print(f"[red]{error}[/red]", highlight=False)
+        complain(err, error)
         return 1
     except ExceptionGroup as group:
         failed = group.subgroup((CannotStart, OSError))
         if failed is None or failed.exceptions != group.exceptions:
             raise
         for one in failed.exceptions:
-            err.print(f"[red]{one}[/red]", highlight=False)
+            complain(err, one)
         return 1
     return 0
 

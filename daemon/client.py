@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import aiohttp
 import msgspec
 
+from dsv4_tierd.daemon import client_wire
 from dsv4_tierd.daemon.client_errors import (
     BadRequestError,
     ConnectionFailedError,
@@ -31,6 +32,7 @@ from dsv4_tierd.daemon.client_errors import (
     UnavailableError,
     error_from,
 )
+from dsv4_tierd.daemon.client_wire import session_path
 from dsv4_tierd.daemon.retry import RetryPolicy
 
 if TYPE_CHECKING:
@@ -67,7 +69,10 @@ class StreamEvent:
 
 
 class AsyncTierd:
-    """A connection to one daemon. ``cache_salt`` is the tenant whose sessions these are."""
+    """A connection to one daemon. ``cache_salt`` is the tenant whose sessions these are.
+
+    Raises ValueError for an address, a key or a salt that cannot be sent.
+    """
 
     def __init__(
         self,
@@ -78,9 +83,12 @@ class AsyncTierd:
         max_retries: int = 2,
         cache_salt: str | None = None,
     ) -> None:
-        self.base_url = (base_url or os.environ.get("TIERD_BASE_URL") or DEFAULT_URL).rstrip("/")
+        address = base_url or os.environ.get("TIERD_BASE_URL") or DEFAULT_URL
+        self.base_url = client_wire.checked_address(address)
         self.api_key = api_key or os.environ.get("TIERD_API_KEY")
         self.cache_salt = cache_salt
+        client_wire.checked_header("api_key", self.api_key or "")
+        client_wire.checked_header("cache_salt", cache_salt or "")
         self.sessions = Sessions(self)
         self.prefixes = Prefixes(self)
         self.operations = Operations(self)
@@ -115,13 +123,21 @@ class AsyncTierd:
         )
 
     async def ready(self) -> Json:
-        """What /ready says, ready or not."""
+        """What /ready says, ready or not. Raises TierdError."""
+        url = self.base_url + "/ready"
         try:
-            async with self._client().get(self.base_url + "/ready") as response:
-                found: Json = await response.json()
+            async with self._client().get(url) as response:
+                raw = await response.read()
+                try:
+                    found = msgspec.json.decode(raw, type=dict[str, Any])
+                except msgspec.DecodeError:
+                    found = {}
+                if "ready" not in found:
+                    client_wire.decode(response, raw)
+                    raise ConnectionFailedError(f"{url} answers, and is no dsv4-tierd's")
                 return found
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ConnectionFailedError(f"GET /ready: {error!r}") from error
+            raise client_wire.no_answer("GET", url, error) from error
 
     async def wait_ready(self, timeout_s: float = 300.0, *, not_pid: int | None = None) -> None:
         """Wait until an engine serves (another than ``not_pid``). Raises UnavailableError."""
@@ -164,7 +180,7 @@ class AsyncTierd:
     async def _once(
         self, method: str, path: str, body: Any, query: dict[str, str], headers: dict[str, str]
     ) -> Any:
-        data, kind = _encode(body)
+        data, kind = client_wire.encode(body)
         is_long = query.get("wait") == "true" or path.endswith("/generate")
         try:
             async with self._client().request(
@@ -175,12 +191,9 @@ class AsyncTierd:
                 headers=headers | kind,
                 timeout=self._limits(None if is_long else self._timeout.silence_s),
             ) as response:
-                raw = await response.read()
-                if response.status >= 400:
-                    raise _error(response, raw)
-                return msgspec.json.decode(raw)
+                return client_wire.decode(response, await response.read())
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ConnectionFailedError(f"{method} {path}: {error!r}") from error
+            raise client_wire.no_answer(method, self.base_url + path, error) from error
 
     async def stream(self, path: str, body: Json) -> AsyncIterator[tuple[str, Json]]:
         """Events (name, data) of one POST. Repeated only while refused, before any event."""
@@ -196,20 +209,20 @@ class AsyncTierd:
             attempt += 1
 
     async def _stream_once(self, path: str, body: Json) -> AsyncIterator[tuple[str, Json]]:
-        data, kind = _encode(body)
+        data, kind = client_wire.encode(body)
         try:
             async with self._client().post(
                 self.base_url + path, data=data, headers=self._headers() | kind
             ) as response:
                 if response.status >= 400:
-                    raise _error(response, await response.read())
-                async for name, raw in _events(response.content):
+                    client_wire.decode(response, await response.read())
+                async for name, raw in client_wire.events(response.content):
                     found = msgspec.json.decode(raw)
                     if name == "error":
                         raise error_from(None, found, None)
                     yield name, found
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ConnectionFailedError(f"POST {path}: {error!r}") from error
+            raise client_wire.no_answer("POST", self.base_url + path, error) from error
 
     def _headers(self) -> dict[str, str]:
         headers = {} if self.cache_salt is None else {"X-Cache-Salt": self.cache_salt}
@@ -229,37 +242,6 @@ class AsyncTierd:
         return aiohttp.ClientTimeout(
             total=None, sock_connect=self._timeout.connect_s, sock_read=silence_s
         )
-
-
-def _encode(body: Any) -> tuple[bytes | None, dict[str, str]]:
-    if body is None:
-        return None, {}
-    return msgspec.json.encode(body), {"Content-Type": "application/json"}
-
-
-def _error(response: aiohttp.ClientResponse, raw: bytes) -> TierdError:
-    try:
-        body = msgspec.json.decode(raw)
-    except msgspec.DecodeError:
-        body = None
-    after = response.headers.get("Retry-After", "")
-    return error_from(response.status, body, float(after) if after.isdigit() else None)
-
-
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[str, bytes]]:
-    """Server-sent events; comments are dropped."""
-    name, data = "message", b""
-    pending = b""
-    async for piece in content.iter_any():
-        *lines, pending = (pending + piece).split(b"\n")
-        for line in lines:
-            if line.startswith(b"event: "):
-                name = line[7:].decode()
-            elif line.startswith(b"data: "):
-                data += line[6:]
-            elif not line and data:
-                yield name, data
-                name, data = "message", b""
 
 
 class Sessions:
@@ -289,11 +271,11 @@ class Sessions:
 
     async def resume(self, id: str) -> Session:
         """A session of this daemon, or one that another daemon suspended to the shared store."""
-        path = f"/v1/sessions/{id}/resume"
+        path = session_path(id, "/resume")
         return Session(self._client, await self._client.call("POST", path, {}, wait="true"))
 
     async def get(self, id: str) -> Session:
-        return Session(self._client, await self._client.call("GET", f"/v1/sessions/{id}"))
+        return Session(self._client, await self._client.call("GET", session_path(id)))
 
     async def list(self, *, state: str | None = None, page: int = 100) -> AsyncIterator[Session]:
         """All sessions, oldest first, fetched a page at a time."""
@@ -307,7 +289,7 @@ class Sessions:
             query["after"] = found["last_id"]
 
     async def delete(self, id: str) -> None:
-        await self._client.call("DELETE", f"/v1/sessions/{id}")
+        await self._client.call("DELETE", session_path(id))
 
 
 class Prefixes:
@@ -367,7 +349,7 @@ class Session:
         return str(self.info["state"])
 
     def _path(self, verb: str = "") -> str:
-        return f"/v1/sessions/{self.id}{verb}"
+        return session_path(self.id, verb)
 
     async def __aenter__(self) -> Self:
         return self

@@ -5,6 +5,7 @@ Later wins: default, file, environment, flag. An unknown key is an error that na
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import tomllib
@@ -102,6 +103,7 @@ class ServeConfig:
             (bool(self.model), "model is empty"),
             (0 <= self.port <= 65535, f"port {self.port} is not in 0..65535"),
             (self.hot_rows is None or self.hot_rows > 0, "hot_rows must be positive"),
+            (self.idle_tails >= 0, "idle_tails must not be negative"),
             (bool(self.name.strip()), "name is empty"),
         ]
         positive = (
@@ -236,7 +238,9 @@ def _to_type(hint: Any, value: Any, *, size: bool) -> Any:
         number = int if int in kinds else float
         if number is int and isinstance(value, float):
             raise ValueError(f"{value!r} is not a whole number")
-        return number(value)
+        if not math.isfinite(found := number(value)):
+            raise ValueError(f"{value!r} is not a finite number")
+        return found
     return str(value)
 
 

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 from rich.console import Console
 from rich.table import Table
 
+from dsv4_tierd.daemon.cli_ask import complain
 from dsv4_tierd.daemon.client import AsyncTierd, Session, StreamEvent
 from dsv4_tierd.daemon.client_errors import TierdError
 from dsv4_tierd.daemon.progress import Bars
@@ -38,6 +39,7 @@ QUESTIONS = (
 SYSTEM = "You are a code reviewer. Below is a part of a repository.\n"
 FOLLOW_UP = "And what would you change first?"
 READY_S = 600.0
+LOG_LINES = 3  # of a daemon that did not start: why
 PAGE_TOKENS = 256
 STOP_S = 60.0
 INTERRUPTED = 130  # as shells count a Ctrl-C
@@ -135,7 +137,8 @@ async def daemon(
         assert process.stdout is not None
         line = await asyncio.wait_for(process.stdout.readline(), READY_S)
         if not line:
-            raise DemoFailed(f"the daemon did not start; its log is {folder / 'daemon.log'}")
+            said = (folder / "daemon.log").read_text(errors="replace").splitlines()[-LOG_LINES:]
+            raise DemoFailed("\n".join(["the daemon did not start:", *said]))
         async with AsyncTierd(json.loads(line)["url"], max_retries=8) as tierd:
             yield tierd
     finally:
@@ -350,8 +353,8 @@ async def run_demo(plan: DemoPlan, *, as_json: bool, console: Console) -> int:
         try:
             with bars.shown():
                 steps, equal = await _tell(plan, folder, bars)
-        except (DemoFailed, TierdError, TimeoutError) as error:
-            said.print(f"[red]{error or 'too slow: given up'}[/red]", highlight=False)
+        except (DemoFailed, TierdError, TimeoutError, OSError) as error:
+            complain(said, error or "too slow: given up")
             return 1
         except asyncio.CancelledError:
             said.print("interrupted; the daemons have ended", highlight=False)

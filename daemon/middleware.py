@@ -107,7 +107,7 @@ def read_keys(file: Path | None) -> tuple[bytes, ...]:
         return ()
     try:
         lines = file.read_text().splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise BadConfig(f"cannot read {file}: {error}") from error
     keys = tuple(line.strip().encode() for line in lines if line.strip()[:1] not in ("", "#"))
     if not keys:

@@ -148,6 +148,66 @@ async def test_the_command_line(daemon: Daemon, tmp_path: Path) -> None:
     assert (await run_cli(daemon, "status"))[0] == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ("status --url nonsense", 2, "no address"),
+        ("status --url http://[::1", 2, "no address"),
+        ("status --url http://h:99999", 2, "no address"),
+        ("status --url ftp://h", 2, "no address"),
+        ("status --url http://127.0.0.1:1", 1, "Connect call failed"),
+        ("status --api-key a\tb", 2, "one line"),
+        ("prefix lookup {folder}/none", 3, "there is no file"),
+        ("prefix warm {folder}/none", 3, "there is no file"),
+        ("prefix lookup {folder}", 1, "directory"),
+        ("prefix lookup {folder}/bad", 2, "UTF-8"),
+        ("prefix warm {folder}/bad", 2, "UTF-8"),
+        ("make-checkpoint {folder}/bad", 1, "exists"),
+        ("make-checkpoint {folder}/new --seed -1", 2, "seed"),
+        ("make-checkpoint {folder}/new --seed 99999999999999999999", 2, "seed"),
+        ("demo --tokens 0", 2, "tokens"),
+        ("demo --answer-tokens 0", 2, "answer"),
+        ("demo --keep {folder}/bad", 1, "directory"),
+        ("demo --model {folder}/[/none]", 1, "[/none]/config.json does not exist"),
+        ("serve --model m --state-dir {folder}/s --api-key-file {folder}/bad", 1, "cannot read"),
+        ("serve --model m --store redis://[", 2, "host"),
+        ("serve --model m --store redis+cluster://a,[", 2, "store"),
+        ("serve --model m --drain-s inf", 2, "finite"),
+        ("serve --model m --idle-tails -1", 2, "idle_tails"),
+        ("store ls redis://[", 2, "host"),
+    ],
+)
+def test_mistakes_have_their_lines_and_exit_codes(
+    tmp_path: Path, arguments: str, code: int, said: str
+) -> None:
+    """What is wrong is said in words, never as an exception's trace."""
+    (tmp_path / "bad").write_bytes(b"\xff\xfe")
+    given = [part.format(folder=tmp_path) for part in arguments.split(" ")]
+    found = CliRunner().invoke(app, given, env={"COLUMNS": "400"})
+    assert isinstance(found.exception, SystemExit), found.exception
+    assert (found.exit_code, "Traceback" in found.output) == (code, False), found.output
+    assert said in found.output.replace("\n", "")
+
+
+@pytest.mark.parametrize("name", ["a?", "a#b", "x/../a", "[/a]"])
+async def test_a_name_is_never_another_path(daemon: Daemon, name: str) -> None:
+    """What is no session's name finds none, and is shown as it is."""
+    await daemon.ok("POST", "/v1/sessions", {"id": "a"})
+    code, text = await run_cli(daemon, "session", "rm", name)
+    assert (code, "session id" in text) == (1, True)
+    assert (await daemon.ok("GET", "/v1/sessions/a"))["tokens"] == 0
+
+
+async def test_what_is_no_daemon_is_said_to_be_none(daemon: Daemon) -> None:
+    """An address at which something else answers."""
+    environ = {"COLUMNS": "400"}
+    for url in (f"{daemon.url}/elsewhere", f"{daemon.url}/metrics#"):
+        arguments = ["status", "--url", url]
+        found = await asyncio.to_thread(CliRunner().invoke, app, arguments, env=environ)
+        assert isinstance(found.exception, SystemExit), found.exception
+        assert found.exit_code in (1, 3)
+
+
 async def test_a_daemon_looks_after_its_own_store(tmp_path: Path) -> None:
     """What was bad is listed, with exit code 1; without a store that is what it says."""
     async with run_daemon(tmp_path / "one", "rotten") as daemon:

@@ -93,7 +93,10 @@ def parse(config: RedisConfig) -> tuple[RedisConfig, Target]:
 
     Raises InvalidRequest, naming what is wrong with the URL; never repeats a password.
     """
-    parts = urlsplit(config.url)
+    try:
+        parts = urlsplit(config.url)
+    except ValueError:  # its text may hold a password
+        raise InvalidRequest("a Redis URL's host is not one", param="store") from None
     if parts.scheme not in SCHEMES:
         raise InvalidRequest(f"not a Redis URL: {parts.scheme}://…", param="store")
     if parts.fragment:
@@ -139,8 +142,8 @@ def _several(mode: str, parts: Any, rest: list[tuple[str, str]]) -> Target:
     default = _SENTINEL_PORT if mode == "sentinel" else _PORT
     found = []
     for each in hosts.split(","):
-        one = urlsplit(f"//{each}")
         try:
+            one = urlsplit(f"//{each}")
             found.append((one.hostname or "localhost", one.port or default))
         except ValueError:
             raise InvalidRequest(_PORT_ERROR, param="store") from None
