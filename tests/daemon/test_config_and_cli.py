@@ -15,6 +15,7 @@ from daemon_harness import Daemon, run_daemon
 from dsv4_tierd.daemon.cli import app
 from dsv4_tierd.daemon.config import BadConfig, load_config
 from dsv4_tierd.daemon.doctor import examine
+from dsv4_tierd.daemon.middleware import read_keys
 from dsv4_tierd.engine.config import EngineConfig
 from dsv4_tierd.tiering.units import format_bytes, parse_bytes
 
@@ -169,7 +170,6 @@ async def test_the_command_line(daemon: Daemon, tmp_path: Path) -> None:
         ("demo --answer-tokens 0", 2, "answer"),
         ("demo --keep {folder}/bad", 1, "directory"),
         ("demo --model {folder}/[/none]", 1, "[/none]/config.json does not exist"),
-        ("serve --model m --state-dir {folder}/s --api-key-file {folder}/bad", 1, "cannot read"),
         ("serve --model m --store redis://[", 2, "host"),
         ("serve --model m --store redis+cluster://a,[", 2, "store"),
         ("serve --model m --drain-s inf", 2, "finite"),
@@ -187,6 +187,14 @@ def test_mistakes_have_their_lines_and_exit_codes(
     assert isinstance(found.exception, SystemExit), found.exception
     assert (found.exit_code, "Traceback" in found.output) == (code, False), found.output
     assert said in found.output.replace("\n", "")
+
+
+def test_a_key_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    """Before anything starts."""
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(BadConfig, match="cannot read"):
+        read_keys(file)
 
 
 @pytest.mark.parametrize("name", ["a?", "a#b", "x/../a", "[/a]"])
