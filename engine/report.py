@@ -79,12 +79,14 @@ def _gauges(engine: Engine) -> dict[str, float]:
         "pinned_pages": engine.retention.pinned_pages,
         "pinned_pages_limit": engine.retention.pin_pages_max,
         "store_writes_pending": tiers.coordinator.dirty_count,
-        "store_up": float(tiers.coordinator.up),
+        "store_up": 0.0,
         "blocks_known": len(tiers.tree.nodes),
     }
     usage = tiers.coordinator.store_usage()
     if usage is not None:
         gauges |= {
+            # A store may know that it is away before anything is asked of it.
+            "store_up": float(tiers.coordinator.up and usage.up),
             "store_objects": usage.objects,
             "store_bytes": usage.bytes_used,
             "store_bytes_limit": usage.bytes_max,

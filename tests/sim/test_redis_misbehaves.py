@@ -103,6 +103,23 @@ def test_requests_are_answered_and_it_comes_back(
     proxy.close()
 
 
+def test_the_gauge_says_so_before_anybody_asks(micro: Model, server: Server) -> None:
+    """An idle engine's ``store_up`` is 0 while its server is away, and 1 again after."""
+    world = engine(micro, open_redis(server.url))
+
+    def up() -> float:
+        stats = world.op(m.AskStats).stats
+        assert stats is not None
+        return stats.gauges["store_up"]
+
+    eventually(lambda: up() == 1)
+    server.kill()
+    eventually(lambda: up() == 0)
+    server.start()
+    eventually(lambda: up() == 1)
+    world.tiers.coordinator.close()
+
+
 REQUEST_FAULTS = {
     Fault.CUT_BEFORE: 0,
     Fault.CUT_AFTER: 0,
