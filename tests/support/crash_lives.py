@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from crash_writer import pages_per_commit
 from dsv4_tierd.tiering.store.maintain import Maintained
-from dsv4_tierd.tiering.store.protocol import PrefixStore
-from store_cases import digest, page, present, read
+from dsv4_tierd.tiering.store.open import parse_spec
+from dsv4_tierd.tiering.store.protocol import PrefixStore, StoredObject, parts_of
+from store_cases import chain, present, read
 
 WRITER = Path(__file__).with_name("crash_writer.py")
 
@@ -43,7 +46,7 @@ class Nursery:
                 pid = int(words[1])
             elif words[:1] == ["buried"]:
                 return said
-            elif len(words) == 4 and words[3] == ".":
+            elif len(words) == 5 and words[4] == ".":
                 said.append(words)
             if pid and said and life_s:
                 time.sleep(life_s)
@@ -64,54 +67,94 @@ class Nursery:
         self.close()
 
 
-class Promises:
-    """What was acknowledged: ``stored`` and ``gone``; ``unsure``: the killed writer's last call."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The first ``count`` pages of a run, of ``payload_bytes`` each."""
 
-    def __init__(self) -> None:
-        self.stored: dict[str, int] = {}
-        self.unsure: dict[str, int] = {}
-        self.gone: set[str] = set()
+    name: str
+    count: int
+    payload_bytes: int
+
+    @property
+    def pages(self) -> list[StoredObject]:
+        return chain(self.name, self.count, size=self.payload_bytes)
+
+
+class Promises:
+    """What a store owes: ``stored`` runs are there, and no page that is ``gone``.
+
+    ``cut_off``: the killed writer's last call and its run.
+    """
+
+    def __init__(self, spec: str) -> None:
+        self._spec = spec
+        self.stored: dict[str, Run] = {}
+        self.cut_off: tuple[str, Run] | None = None
+        self.gone: list[StoredObject] = []
 
     def tell(self, said: Iterable[list[str]]) -> None:
         """Take in what a writer said."""
-        for verb, name, size, _ in said:
-            self.unsure.pop(name, None)
+        for verb, name, count, size, _ in said:
+            run = Run(name, int(count), int(size))
+            self.cut_off = None
             self.stored.pop(name, None)
             if verb == "put":
-                self.stored[name] = int(size)
+                self.stored[name] = run
             elif verb == "gone":
-                self.gone.add(name)
+                self.gone += run.pages
             else:
-                self.unsure[name] = int(size)
+                self.cut_off = verb, run
 
     def check(self, store: PrefixStore) -> None:
-        """All that is promised is there, nothing that is gone; what is unsure is whole or not.
+        """All that is promised can be read, nothing that is gone; then the call that was cut off.
 
-        What turns out not to be there must never appear.
+        What of that turns out to be there stays; what is not must never appear.
         """
-        for name, size in self.stored.items():
-            item = page(name, size=size)
-            assert read(store, item) == item.payload, f"{name} was acknowledged"
-        assert not any(present(store, [page(name) for name in self.gone]))
-        runs: dict[str, set[bool]] = {}
-        for name, size in self.unsure.items():
-            item = page(name, size=size)
-            data = read(store, item)
-            assert data in (None, item.payload), f"{name} is half there"
-            runs.setdefault(name.rpartition("-")[0], set()).add(data is None)
-            if data is None:
-                self.gone.add(name)
-            else:
-                self.stored[name] = size
-        self.unsure.clear()
+        for run in self.stored.values():
+            for item in run.pages:
+                assert read(store, item) == item.payload, f"{run.name} was acknowledged"
+        assert not any(present(store, self.gone))
+        if self.cut_off is not None:
+            verb, run = self.cut_off
+            near = present(parts_of(store)[0], run.pages)  # before reading copies anything up
+            found = [read(store, item) for item in run.pages]
+            there = self._check_cut_off(verb, run, near, found)
+            self.stored[run.name] = replace(run, count=there)
+            self.gone += run.pages[there:]
+            self.cut_off = None
 
-    def check_listing(self, store: Maintained) -> None:
-        """Reading everything finds nothing wrong, and nothing is visible that was never put."""
-        report = store.verify()
-        assert report.bad == ()
-        listed = list(store.list_objects())
-        assert report.objects == len(listed)
-        visible = {info.digest for info in listed}
-        assert len(visible) == len(listed)
-        assert visible <= {digest(name).hex() for name in self.stored}
-        assert all(info.parent is None or info.parent in visible for info in listed)
+    def _check_cut_off(
+        self, verb: str, run: Run, near: list[bool], found: list[bytes | None]
+    ) -> int:
+        """How many of the run's pages are there: its first ones, each whole.
+
+        A put makes them visible in commits, none in part. Deleting takes a run out of a tier at
+        once: of two tiers the far one may still have what it had been sent.
+        """
+        there = sum(data is not None for data in found)
+        whole = [item.payload for item in run.pages[:there]]
+        assert found == whole + [None] * (run.count - there), f"{run.name} has holes"
+        count = sum(near)
+        assert near == [i < count for i in range(run.count)], f"{run.name} has holes"
+        if verb == "putting":
+            assert there == count, "the far tier has what the near one has not"
+            step = pages_per_commit(self._spec, run.payload_bytes)
+            assert count == run.count or count % step == 0, f"{run.name}: {count} by {step}"
+        else:
+            assert count in (0, run.count), f"{run.name} is deleted in part"
+            assert there == count or len(parse_spec(self._spec)) > 1
+        return there
+
+    def check_listing(self, tiers: Sequence[Maintained]) -> None:
+        """Reading everything finds nothing wrong; what is visible is what is promised, no more."""
+        visible: set[str] = set()
+        for tier in tiers:
+            report = tier.verify()
+            assert report.bad == ()
+            listed = list(tier.list_objects())
+            here = {info.digest for info in listed}
+            assert report.objects == len(listed) == len(here)
+            assert all(info.parent is None or info.parent in here for info in listed)
+            visible |= here
+        promised = (item for run in self.stored.values() for item in run.pages)
+        assert visible == {item.key.digest.hex() for item in promised}

@@ -2,10 +2,10 @@
 
 Run as a script it is a *nursery*: everything is imported once, and each line ``<seed> <spec>``
 on its input forks a writer that puts runs of pages and deletes some, for ever. The nursery says
-``born <pid>`` and, when the writer is gone, ``buried <pid>``. The writer says, for each object of
-a run, ``putting`` before and ``put`` after the call that stores it, ``dropping`` before and
-``gone`` after the one that removes it: ``<verb> <name> <bytes> .``; a line without its dot was
-cut off by the end.
+``born <pid>`` and, when the writer is gone, ``buried <pid>``. The writer says of a run ``putting``
+before and ``put`` after the call that stores it, ``dropping`` before and ``gone`` after the one
+that removes it: ``<verb> <name> <pages> <bytes of each> .``; a line without its dot was cut off by
+the end.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import random
 import sys
 from importlib.util import find_spec
 
+from dsv4_tierd.tiering.store.codec import header_size
 from dsv4_tierd.tiering.store.lmcache_kit import LMCacheToolkit
 from dsv4_tierd.tiering.store.open import TierSpec, parse_spec
 from dsv4_tierd.tiering.store.protocol import PrefixStore
@@ -25,6 +26,8 @@ from store_cases import chain, open_disk
 
 PATIENT_S = 10.0
 RUN_MAX = 12
+COMMIT_BYTES = 128 << 10
+DISK_BLOCK_BYTES = 4096
 
 
 def open_small(spec: str) -> PrefixStore:
@@ -37,11 +40,23 @@ def open_small(spec: str) -> PrefixStore:
 
 def _open(tier: TierSpec) -> PrefixStore:
     if tier.folder is not None:
-        return open_disk(tier.folder, bytes_max=1 << 30, segment_bytes=512 << 10)
+        return open_disk(
+            tier.folder, bytes_max=1 << 30, segment_bytes=512 << 10, commit_bytes=COMMIT_BYTES
+        )
     if tier.redis_url is not None:
-        return open_redis(tier.redis_url, bytes_max=0, deadline_s=PATIENT_S)
-    assert tier.lmcache is not None
+        return open_redis(
+            tier.redis_url, bytes_max=0, deadline_s=PATIENT_S, commit_bytes=COMMIT_BYTES
+        )
+    assert tier.lmcache is not None  # its commits are of COMMIT_BYTES too
     return open_adapter(dict(tier.lmcache), bytes_max=0, deadline_s=PATIENT_S)
+
+
+def pages_per_commit(spec: str, payload_bytes: int) -> int:
+    """How many pages of a size the nearest tier makes visible at once."""
+    record = header_size("") + payload_bytes
+    if parse_spec(spec)[0].folder is not None:
+        record = -(-record // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
+    return max(1, COMMIT_BYTES // record)
 
 
 def write(spec: str, seed: int) -> None:
@@ -63,11 +78,9 @@ def write(spec: str, seed: int) -> None:
         number += 1
 
 
-def say(verb: str, run_name: str, run_size: int, payload_bytes: int) -> None:
-    """A line for each object of a run, on its way before this returns."""
-    for i in range(run_size):
-        print(verb, f"{run_name}{i}", payload_bytes, ".")
-    sys.stdout.flush()
+def say(verb: str, name: str, pages: int, payload_bytes: int) -> None:
+    """A line about a run, on its way before this returns."""
+    print(verb, name, pages, payload_bytes, ".", flush=True)
 
 
 def nursery() -> None:

@@ -131,7 +131,7 @@ class DiskStore:
         return True
 
     def put(self, objects: Sequence[StoredObject]) -> None:
-        """Write what is not there yet, in commits of at most ``commit_bytes``.
+        """Write what is not there yet, in commits of at most ``commit_bytes``, each whole or not.
 
         Raises PreconditionFailed (a page's parent is not stored: nothing is written),
         StoreUnavailable (full, no space left, I/O error: earlier commits stay), InvalidRequest.

@@ -199,6 +199,8 @@ class LMCacheStore:
     def put(self, objects: Sequence[StoredObject]) -> None:
         """Write what is not there yet, in commits of at most ``commit_bytes``.
 
+        Each is whole or not, if its rows fit one log object; of more, those of its first ones.
+
         Raises PreconditionFailed (a page's parent is not stored: nothing is written),
         StoreUnavailable (away, full: earlier commits stay), InvalidRequest.
         """

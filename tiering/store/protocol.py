@@ -108,6 +108,8 @@ class PrefixStore(Protocol):
     def put(self, objects: Sequence[StoredObject]) -> None:
         """Write objects, parents first; durable when it returns. Those present are skipped.
 
+        They become visible in commits, each whole and in order: of a call that is cut off, the
+        first commits.
         Raises PreconditionFailed (a page's parent is not stored: nothing is written),
         StoreUnavailable (down, or no space left).
         """

@@ -148,7 +148,7 @@ class RedisStore:
 
     # ------------------------------------------------------------ writing
     def put(self, objects: Sequence[StoredObject]) -> None:
-        """Write what is not there yet, in commits of at most ``commit_bytes``.
+        """Write what is not there yet, in commits of at most ``commit_bytes``, each whole or not.
 
         Raises PreconditionFailed (a page's parent is not stored: nothing is written),
         StoreUnavailable (away, full, out of memory: earlier commits stay), InvalidRequest.

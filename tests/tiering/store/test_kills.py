@@ -1,4 +1,7 @@
-"""Writers are killed at any moment: what was acknowledged is there, what is visible is whole."""
+"""Writers are killed at any moment: what was acknowledged is there, and no more than is owed.
+
+A put that was cut off may be visible up to one of its commits, see ``Promises``.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +50,8 @@ def nursery() -> Iterator[Nursery]:
 def test_kill_nine_while_writing(kind: str, nursery: Nursery, tmp_path: Path) -> None:
     """After every kill: nothing acknowledged is missing, nothing else visible, all bytes right.
 
-    ``$TEST_KILLS`` says how often (6). Where daemons share a store, one that lives through it all
-    agrees.
+    But of the call that was cut off: whole commits, the first ones. ``$TEST_KILLS`` says how often
+    (6). Where daemons share a store, one that lives through it all agrees.
     """
     chance = random.Random(KILLS)
     said = 0
@@ -56,7 +59,8 @@ def test_kill_nine_while_writing(kind: str, nursery: Nursery, tmp_path: Path) ->
         if life % KILLS_PER_STORE == 0:
             folder = tmp_path / f"{life}"
             folder.mkdir()
-            spec, promises = SPECS[kind](folder), Promises()
+            spec = SPECS[kind](folder)
+            promises = Promises(spec)
             witness = None if spec.startswith("disk:") else open_small(spec)
         lines = nursery.live_and_die(spec, life, chance.uniform(0.01, 0.3))
         said += sum(verb == "put" for verb, *_ in lines)
@@ -67,8 +71,7 @@ def test_kill_nine_while_writing(kind: str, nursery: Nursery, tmp_path: Path) ->
         settle(after)
         after.close()
         with opened_for_care(spec) as tiers:
-            for tier in tiers:
-                promises.check_listing(tier)
+            promises.check_listing(tiers)
         if witness is not None:
             follow(witness)
             promises.check(witness)
