@@ -20,7 +20,7 @@ from dsv4_tierd.engine.config import EngineConfig
 from dsv4_tierd.engine.model.presets import PresetError, parse_preset
 from dsv4_tierd.tiering.errors import InvalidRequest
 from dsv4_tierd.tiering.store.open import parse_spec
-from dsv4_tierd.tiering.units import parse_bytes
+from dsv4_tierd.tiering.units import format_bytes, parse_bytes
 
 ENV_PREFIX = "DSV4_TIERD_"
 NOT_SETTINGS = frozenset({"DSV4_TIERD_CACHE"})  # read elsewhere
@@ -115,6 +115,9 @@ class ServeConfig:
             (value is None or value > 0, f"{name} must be positive")
             for name, value in given.items()
         ]
+        memory = memory_bytes()
+        there = f"host_budget must fit into the {format_bytes(memory)} of memory there are"
+        checks.append((self.host_budget is None or self.host_budget <= memory, there))
         for passed, message in checks:
             if not passed:
                 raise BadConfig(message)
@@ -167,13 +170,18 @@ class ServeConfig:
         )
 
 
-def default_host_budget() -> int:
-    """A quarter of the memory that this process may use, at most 32 GiB."""
+def memory_bytes() -> int:
+    """The memory that this process may use."""
     limit = int(psutil.virtual_memory().total)
     cgroup = Path("/sys/fs/cgroup/memory.max")
     if cgroup.is_file() and (text := cgroup.read_text().strip()).isdigit():
         limit = min(limit, int(text))
-    return min(32 * GIB, limit // 4)
+    return limit
+
+
+def default_host_budget() -> int:
+    """A quarter of the memory, at most 32 GiB."""
+    return min(32 * GIB, memory_bytes() // 4)
 
 
 def load_config(

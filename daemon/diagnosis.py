@@ -22,6 +22,7 @@ CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})  # change 
 AFTER_TOKENS = 128  # decoded past the first difference, to show its line
 LINE_CHARS_MAX = 240
 PROMPTS_MAX = 16  # of one tenant
+PROMPT_OVERHEAD_BYTES = 1024  # of a prompt however short, and of its tenant
 PROMPTS_BYTES_MAX = 64 << 20  # of all
 
 
@@ -131,19 +132,23 @@ class RecentPrompts:
         self._bytes_max = bytes_max
         self._by_salt: OrderedDict[str, deque[Words]] = OrderedDict()
 
+    @staticmethod
+    def _cost(words: Words) -> int:
+        return len(words.ids) + PROMPT_OVERHEAD_BYTES
+
     def add(self, salt: str, words: Words) -> None:
         kept = self._by_salt.setdefault(salt, deque())
         self._by_salt.move_to_end(salt)
         if words in kept:
             kept.remove(words)
-            self.bytes_used -= len(words.ids)
+            self.bytes_used -= self._cost(words)
         kept.append(words)
-        self.bytes_used += len(words.ids)
+        self.bytes_used += self._cost(words)
         if len(kept) > PROMPTS_MAX:
-            self.bytes_used -= len(kept.popleft().ids)
+            self.bytes_used -= self._cost(kept.popleft())
         while self.bytes_used > self._bytes_max:
             oldest, prompts = next(iter(self._by_salt.items()))
-            self.bytes_used -= len(prompts.popleft().ids)
+            self.bytes_used -= self._cost(prompts.popleft())
             if not prompts:
                 del self._by_salt[oldest]
 

@@ -171,6 +171,7 @@ class Verbs:
         if not 0 <= message.to <= length:
             raise InvalidRequest(f"a rewind to {message.to} of {length} tokens", param="to")
         self._engine.truncate(session, message.to)
+        self._engine.retention.follow(session.id, session.transcript, session.salt)
         return m.Ack(op_id=message.op_id)
 
     def _close(self, message: m.CloseSession) -> m.Ack | None:

@@ -49,6 +49,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"model": "m", "max_batch": 0}, {}, "max_batch"),
         ({"model": "m", "device": "tpu"}, {}, "tpu"),
         ({"model": "m", "host_budget": "3 bananas"}, {}, "host_budget"),
+        ({"model": "m", "host_budget": "1048576TiB"}, {}, "of memory there are"),
         ({"model": "m", "store": "s3:x"}, {}, "store"),
         ({"model": "m", "thinking_default": "perhaps"}, {}, "thinking_default"),
         ({"model": "m", "write_policy": "sometimes"}, {}, "sometimes"),

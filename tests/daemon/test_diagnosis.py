@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4_tierd.daemon.diagnosis import (
+    PROMPT_OVERHEAD_BYTES,
     Comparison,
     RecentPrompts,
     Words,
@@ -116,20 +117,32 @@ def test_the_closest_prompt_of_the_tenant_is_remembered() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     """Sixteen prompts a tenant, and so many bytes of all: the oldest tenant pays first."""
-    recent = RecentPrompts(bytes_max=400)
+    own = PROMPT_OVERHEAD_BYTES
+    room = 17 * own + 400
+    recent = RecentPrompts(bytes_max=room)
     for n in range(20):
         recent.add("x", ids(n))
-    assert recent.bytes_used == 16 * 4
+    assert recent.bytes_used == 16 * (4 + own)
     recent.add("x", ids(19))  # again: kept once
-    assert recent.bytes_used == 16 * 4
+    assert recent.bytes_used == 16 * (4 + own)
     recent.add("y", ids(*range(99)))
-    assert recent.bytes_used <= 400
+    assert recent.bytes_used <= room
     assert recent.closest("x", ids(19)) == ids(19)
-    recent.add("y", ids(*range(98)))
-    assert recent.bytes_used == 98 * 4
+    recent.add("y", ids(*range(16 * own // 4)))
+    assert recent.bytes_used == 17 * own
     assert recent.closest("x", ids(19)) is None
-    recent.add("y", ids(*range(200)))  # larger than all the room: not kept
+    recent.add("y", ids(*range(room // 4)))  # larger than all the room: not kept
     assert recent.bytes_used == 0
+
+
+def test_tenants_that_come_once_are_bounded_too() -> None:
+    """A prompt of one token each, of a thousand tenants: the oldest are forgotten."""
+    recent = RecentPrompts(bytes_max=100 * PROMPT_OVERHEAD_BYTES)
+    for n in range(1000):
+        recent.add(f"tenant {n}", ids(n))
+    known = [n for n in range(1000) if recent.closest(f"tenant {n}", ids(n)) is not None]
+    assert known == list(range(1000 - len(known), 1000))
+    assert 90 < len(known) <= 100
 
 
 def usage(prompt: int, host: int, reason: str | None = None) -> Usage:

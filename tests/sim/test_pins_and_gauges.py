@@ -83,6 +83,7 @@ def test_a_pin_follows_its_session(micro: Model) -> None:
     world.generate(session, text(3, 600), 1)
     assert stats(world).gauges["pinned_pages"] == 4  # 6 are more than the budget
     assert world.op(m.RewindSession, session_id=session, to=600).code is None
+    assert stats(world).gauges["pinned_pages"] == 2
     world.generate(session, (), 1)
     assert stats(world).gauges["pinned_pages"] == 2
     pin(world, session, pinned=False)
