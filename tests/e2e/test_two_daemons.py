@@ -24,10 +24,12 @@ from live_daemon import CLI, ENVIRON, Live, live_daemon, until
 from lmcache_cases import needs_lmcache
 
 TOKENS = int(os.environ.get("TEST_SHARED_TOKENS", "4096"))
+WAIT_S = 240 + TOKENS // 64  # for a call that computes them, on a busy machine
 MOST = 0.99
 QUESTION = [11, 22, 33]
 ROOM = {"host_budget": "512MiB", "device_budget": "256MiB", "max_batch": 2, "chunk_tokens": 512}
 RESUME, SUSPEND = "/resume?wait=true", "/suspend?wait=true"
+pytestmark = pytest.mark.timeout(60 + 2 * WAIT_S)
 
 
 def fs_native(folder: Path) -> str:
@@ -57,7 +59,7 @@ class Two:
         folder = self.folder / name
         folder.mkdir()
         given = {"store": self.spec.replace("NAME", name), "name": name, **ROOM, **settings}
-        async with live_daemon(folder, self.model, **given) as live:
+        async with live_daemon(folder, self.model, read_s=WAIT_S, **given) as live:
             yield live
 
 
@@ -82,7 +84,7 @@ async def computed(live: Live, prefix: list[int]) -> list[int]:
     usage = await live.create("mine", prefix)
     assert usage["computed_tokens"] >= TOKENS, "nobody had it"
     answer = await live.generate("mine", QUESTION)
-    await live.at_rest(300)
+    await live.at_rest(WAIT_S)
     return list(answer["token_ids"])
 
 
@@ -132,7 +134,7 @@ async def test_the_same_when_the_first_was_killed(two: Two) -> None:
 def cli(*arguments: object) -> Any:
     done = subprocess.run(
         [*CLI, *map(str, arguments), "--json"],
-        check=False, capture_output=True, text=True, env=ENVIRON, timeout=300,
+        check=False, capture_output=True, text=True, env=ENVIRON, timeout=WAIT_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout
     return json.loads(done.stdout)

@@ -209,10 +209,13 @@ class Live:
 
 @asynccontextmanager
 async def live_daemon(
-    folder: Path, model: Path, *, start: bool = True, **settings: Any
+    folder: Path, model: Path, *, start: bool = True, read_s: float = 240.0, **settings: Any
 ) -> AsyncIterator[Live]:
-    """A started daemon with small budgets; ended by its pid whatever happens."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=240)
+    """A started daemon with small budgets; ended by its pid whatever happens.
+
+    ``read_s``: how long its answers are waited for.
+    """
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=read_s)
     async with aiohttp.ClientSession(timeout=timeout) as http:
         live = Live(folder, model, SMALL | settings, http)
         try:
