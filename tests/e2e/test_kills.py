@@ -271,7 +271,7 @@ async def a_daemon_and_a_cold_one(
         yield live, cold
 
 
-@pytest.mark.timeout(120 + 30 * KILLS)
+@pytest.mark.timeout(300 + 30 * KILLS)
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=needs_lmcache if "lmcache" in k else ()) for k in SPECS]
@@ -310,7 +310,7 @@ async def one_life(live: Live, load: Load, *, engine_first: bool) -> None:
     if not load.stored or load.chance.random() < 0.5:
         load.acknowledged.clear()
         told = asyncio.create_task(load.acknowledged.wait())
-        await asyncio.wait([told, *clients], timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([told, *clients], timeout=120, return_when=asyncio.FIRST_COMPLETED)
         told.cancel()
     if engine_first:
         os.kill(engine, signal.SIGKILL)
