@@ -168,14 +168,13 @@ def bytes_ids(data: bytes, vocab_size: int) -> bytes:
 
 def check_ids(array: np.ndarray[Any, np.dtype[Any]], vocab_size: int) -> bytes:
     """int32 LE bytes of ids that are all in the vocabulary. Raises InvalidTokenIds."""
-    bad = np.flatnonzero((array < 0) | (array >= vocab_size))
-    if bad.size:
-        first = int(bad[0])
+    if array.size and (array.min() < 0 or array.max() >= vocab_size):
+        first = int(np.flatnonzero((array < 0) | (array >= vocab_size))[0])
         raise InvalidTokenIds(
             f"token_ids[{first}] is {int(array[first])}: ids are 0 to {vocab_size - 1}",
             param=f"token_ids[{first}]",
         )
-    return array.astype("<i4").tobytes()
+    return array.astype("<i4", copy=False).tobytes()
 
 
 def check_max_tokens(value: int | None, name: str = "max_tokens") -> int | None:

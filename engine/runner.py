@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -51,8 +52,17 @@ def next_cut(seq: Sequence, limit: int, chunk_tokens: int) -> int:
     return min(cut for cut in cuts if cut > position)
 
 
+def nothing() -> None:
+    """What is done at a layer border unless there is more."""
+
+
 class Runner:
-    """The model, the tiers and the step counter."""
+    """The model, the tiers and the step counter.
+
+    ``at_border`` is called between two layers of a chunk, and while a chunk's end is waited for.
+    Nothing of the tiers is half changed then, but it must not change what the chunk runs on, and
+    must not wait for the device.
+    """
 
     def __init__(self, model: Transformer, tiers: TierManager, batch_rows: int) -> None:
         self.model = model
@@ -60,6 +70,7 @@ class Runner:
         self.batch_rows = batch_rows
         self.step = 0
         self.device = tiers.config.device
+        self.at_border: Callable[[], None] = nothing
         self._ranks = LayerRanks(model)
 
     @torch.no_grad()
@@ -89,6 +100,7 @@ class Runner:
                 )
             self._layer(chunk)
             chunk.layer += 1
+            self.at_border()
         return chunk.layer == last
 
     def _layer(self, chunk: Chunk) -> None:

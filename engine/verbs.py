@@ -123,7 +123,7 @@ class Verbs:
             len(tokens) and not (tokens.min() >= 0 and tokens.max() < self._vocab_size)
         ):
             raise InvalidTokenIds(f"token ids are int32 from 0 to {self._vocab_size - 1}")
-        return tokens.astype(np.int32)
+        return tokens.astype(np.int32, copy=False)
 
     def _open_session(self, message: m.OpenSession) -> None:
         known = self._engine.sessions.get(message.session_id)

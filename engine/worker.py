@@ -11,6 +11,7 @@ import socket
 import struct
 import sys
 import threading
+from collections import deque
 
 import msgspec
 from tokenizers import Tokenizer
@@ -28,7 +29,14 @@ from dsv4_tierd.engine.config import EngineConfig
 from dsv4_tierd.engine.gpu.runner import DeviceRunner
 from dsv4_tierd.engine.gpu.warm import warm
 from dsv4_tierd.engine.loop import Engine
-from dsv4_tierd.engine.messages import FRAME_BYTES_MAX, LoadProgress, Ready, ToDaemon, ToWorker
+from dsv4_tierd.engine.messages import (
+    FRAME_BYTES_MAX,
+    LoadProgress,
+    LookupPrefix,
+    Ready,
+    ToDaemon,
+    ToWorker,
+)
 from dsv4_tierd.engine.model.config import ConfigError, load_config
 from dsv4_tierd.engine.model.folder import WeightsError
 from dsv4_tierd.engine.model.presets import model_name
@@ -154,14 +162,29 @@ def load(channel: Channel, config: EngineConfig) -> tuple[Engine, Verbs]:
 
 
 def serve(channel: Channel, engine: Engine, verbs: Verbs) -> None:
-    """Run until the socket closes."""
+    """Run until the socket closes. A lookup does not wait for a step's end, all else does."""
+    held: deque[ToWorker | None] = deque()  # what came during the step
+
+    def answer_lookups() -> None:
+        """They read the tree, which no layer does. Not AskStats: it waits for the device."""
+        for _ in range(min(channel.inbox.qsize(), INBOX_MAX - len(held))):
+            message = channel.inbox.get_nowait()
+            if isinstance(message, LookupPrefix):
+                verbs.handle(message)
+            else:
+                held.append(message)
+
+    def following(wait: bool) -> ToWorker | None:
+        return held.popleft() if held else channel.inbox.get(block=wait, timeout=IDLE_WAIT_S)
+
+    engine.runner.at_border = answer_lookups
     busy = True
     while True:
         try:
-            message = channel.inbox.get(block=not busy, timeout=IDLE_WAIT_S)
+            message = following(wait=not busy)
             while message is not None:
                 verbs.handle(message)
-                message = channel.inbox.get_nowait()
+                message = following(wait=False)
             break  # the socket closed
         except queue.Empty:
             pass

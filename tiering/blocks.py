@@ -12,6 +12,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 BLOCK_TOKENS = 256
+_BLOCK_BYTES = BLOCK_TOKENS * 4
 TokenArray = npt.NDArray[np.int32]
 
 
@@ -25,7 +26,9 @@ def chain_root(identity: bytes, salt: str) -> bytes:
 
 def block_hash(parent: bytes, tokens: bytes | memoryview) -> bytes:
     """Name of the block with these 256 int32 LE tokens after ``parent``; 32 bytes."""
-    return blake3(parent + bytes(tokens)).digest()
+    hasher = blake3(parent)
+    hasher.update(tokens)
+    return hasher.digest()
 
 
 class Transcript:
@@ -54,11 +57,11 @@ class Transcript:
     @property
     def hashes(self) -> list[bytes]:
         """Hash of every whole block, computed up to now."""
-        for index in range(len(self._hashes), self._length // BLOCK_TOKENS):
-            parent = self._hashes[-1] if self._hashes else self.root
-            block = self._tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
-            self._hashes.append(block_hash(parent, block.tobytes()))
-        return self._hashes
+        hashes, octets = self._hashes, self._tokens.view(np.uint8).data
+        for index in range(len(hashes), self._length // BLOCK_TOKENS):
+            block = octets[index * _BLOCK_BYTES : (index + 1) * _BLOCK_BYTES]
+            hashes.append(block_hash(hashes[-1] if hashes else self.root, block))
+        return hashes
 
     def digest(self, length: int) -> bytes:
         """32 bytes that name the first ``length`` tokens, under this root."""

@@ -6,6 +6,8 @@ are rounded up to a few sizes, so that there are few graphs.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -27,6 +29,7 @@ from dsv4_tierd.tiering.sequence import Sequence
 _BATCHES = (*range(1, 9), *range(12, 33, 4), *range(40, 257, 8))
 # Pages; then in steps of four times. No budget shortens them: they cut attention's sums.
 _COLUMNS_MIN = 16
+_POLL_S = 0.0001
 
 
 @dataclass(slots=True)
@@ -105,12 +108,20 @@ class DeviceRunner(Runner):
 
     @torch.no_grad()
     def finish(self, chunk: Chunk, want_logits: bool) -> Tensor | None:
-        """As the plain one's. Where no logits are waited for, the chunk's copies are."""
+        """As the plain one's; waits for all that the chunk queued.
+
+        Its sequence may end now, and others write its pages from the host.
+        """
         logits = super().finish(chunk, want_logits)
-        if logits is None:
-            # Its sequence may end now, and others write its pages from the host.
-            self.settle()
+        self._outwait()
         return logits
+
+    def _outwait(self) -> None:
+        """As ``settle``, with time for what is done at layer borders."""
+        if self.device.type == "cuda":
+            queued = torch.cuda.Event()
+            queued.record()
+            wait(queued.query, self.at_border)
 
     @torch.no_grad()
     def decode(self, seqs: Seq[Sequence]) -> Tensor:
@@ -164,6 +175,13 @@ class DeviceRunner(Runner):
                 self._side_streams,
             )
         return self._steps[key]
+
+
+def wait(over: Callable[[], bool], meanwhile: Callable[[], None]) -> None:
+    """Wait until it is over, and do something else meanwhile: the host is ahead of the device."""
+    while not over():
+        meanwhile()
+        time.sleep(_POLL_S)
 
 
 def why_not(config: ModelConfig, kind: RowKind) -> str | None:

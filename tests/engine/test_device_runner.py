@@ -183,16 +183,17 @@ def test_warming_waits_for_the_device(models, monkeypatch: pytest.MonkeyPatch) -
     assert len(asked) == 4
 
 
-def test_nothing_is_on_its_way_when_a_request_without_logits_ends(models) -> None:
-    """An append waits for its copies to the mirror: its pages may be another's at once."""
+def test_nothing_is_on_its_way_when_a_request_ends(models) -> None:
+    """A chunk waits for its copies to the mirror: its pages may be another's at once."""
     world = _world(models, "kernels", "hisparse")
-    runner, settled = world.engine.runner, []
-    runner.settle = lambda: settled.append(len(world.tiers.running))  # type: ignore[method-assign]
+    runner, waited = world.engine.runner, []
+    assert isinstance(runner, DeviceRunner)
+    runner._outwait = lambda: waited.append(len(world.tiers.running))  # type: ignore[method-assign]
     session = world.open()
     world.run(world.submit(session, text(1, 9)))
-    assert settled == [1]
+    assert waited == [1]
     world.run(world.submit(session, text(2, 9), max_tokens=1))
-    assert settled == [1]
+    assert waited == [1, 1]
 
 
 def test_a_step_is_told_the_pages_of_its_own_sessions(models) -> None:
