@@ -42,6 +42,7 @@ KILLS = int(os.environ.get("TEST_KILLS", "1"))
 QUESTION = [11, 12, 13]
 DRAWN = 8
 MOST = 0.99
+ROOM = "8GiB"  # nothing is given up
 IN_BETWEEN, AT_THE_END = 1, 12  # sessions that go on of each sort; computing them takes time
 SPECS: dict[str, Callable[[Path], str]] = {
     "disk": lambda folder: f"disk:{folder}",
@@ -264,7 +265,7 @@ async def a_daemon_and_a_cold_one(
     """Two daemons, the second without a store."""
     (folder / "cold").mkdir()
     async with (
-        live_daemon(folder, model, start=False, store=spec) as live,
+        live_daemon(folder, model, start=False, store=spec, store_budget=ROOM) as live,
         live_daemon(folder / "cold", model, start=False, store="none") as cold,
     ):
         await asyncio.gather(live.start(), cold.start())
