@@ -38,6 +38,8 @@ app = typer.Typer(
 )
 session_app = typer.Typer(help="Sessions of a running daemon.", no_args_is_help=True)
 prefix_app = typer.Typer(help="Cached prefixes of a running daemon.", no_args_is_help=True)
+PrefixFile = Annotated[Path, typer.Argument(help="A text file, or - for standard input.")]
+IsIds = Annotated[bool, typer.Option("--ids", help="It is ids, int32 LE.")]
 app.add_typer(session_app, name="session")
 app.add_typer(prefix_app, name="prefix")
 app.add_typer(prefix_app, name="prefixes", hidden=True)
@@ -263,14 +265,22 @@ def session_rm(id: str, url: Url = None, api_key: ApiKey = None, as_json: AsJson
 
 @prefix_app.command("lookup")
 def prefix_lookup(
-    file: Annotated[Path, typer.Argument(help="A text file, or - for standard input.")],
+    file: PrefixFile,
+    token_ids: IsIds = False,
     url: Url = None,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """How many tokens of a text are cached, and in which tier."""
-    text = _text(_bytes_of(file))
-    show(ask(url, api_key, lambda t: t.prefixes.lookup(text=text)), as_json)
+    words = _words_of(file, token_ids)
+    show(ask(url, api_key, lambda t: t.prefixes.lookup(**words)), as_json)
+
+
+def _words_of(file: Path, token_ids: bool) -> dict[str, Any]:
+    data = _bytes_of(file)
+    if token_ids and len(data) % 4:
+        raise typer.BadParameter("not whole int32 numbers", param_hint="--ids")
+    return {"token_ids": data} if token_ids else {"text": _text(data)}
 
 
 def _bytes_of(file: Path) -> bytes:
@@ -291,17 +301,14 @@ def _text(data: bytes) -> str:
 
 @prefix_app.command("warm")
 def prefix_warm(
-    file: Annotated[Path, typer.Argument(help="A text file, or - for standard input.")],
-    token_ids: Annotated[bool, typer.Option("--ids", help="It is ids, int32 LE.")] = False,
+    file: PrefixFile,
+    token_ids: IsIds = False,
     url: Url = None,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Bring what the store has of a text to host memory, and say how many tokens that are."""
-    data = _bytes_of(file)
-    if token_ids and len(data) % 4:
-        raise typer.BadParameter("not whole int32 numbers", param_hint="--ids")
-    words = {"token_ids": list(memoryview(data).cast("i"))} if token_ids else {"text": _text(data)}
+    words = _words_of(file, token_ids)
     with err.status("warming up"):
         found = ask(url, api_key, lambda t: t.prefixes.warm(**words))
     show(found, as_json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import quote
@@ -37,10 +38,12 @@ def session_path(id: str, verb: str = "") -> str:
     return f"/v1/sessions/{quote(id, safe='')}{verb}"
 
 
-def encode(body: Any) -> tuple[bytes | None, dict[str, str]]:
-    """A body as JSON, and the header that says so."""
+def encode(body: Any) -> tuple[bytes | io.BytesIO | None, dict[str, str]]:
+    """A body as JSON, bytes as they are, and the header that says so."""
     if body is None:
         return None, {}
+    if isinstance(body, bytes):
+        return io.BytesIO(body), {"Content-Type": "application/octet-stream"}
     return msgspec.json.encode(body), {"Content-Type": "application/json"}
 
 

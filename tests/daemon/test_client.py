@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -69,6 +70,11 @@ async def test_every_verb(tierd: AsyncTierd) -> None:
     assert [s.id async for s in tierd.sessions.list(page=2)] == ["a", "b0", "b1", "b2", "b3"]
     assert (await tierd.prefixes.lookup(token_ids=[5] * 300))["matched_tokens"] == 256
     assert (await tierd.prefixes.warm(token_ids=[5] * 300))["host_tokens"] == 256
+    octets = struct.pack("<300i", *[5] * 300)
+    assert (await tierd.prefixes.lookup(token_ids=octets))["matched_tokens"] == 256
+    assert (await tierd.prefixes.warm(token_ids=octets))["host_tokens"] == 256
+    with pytest.raises(BadRequestError, match="int32"):
+        await tierd.prefixes.lookup(token_ids=octets[:-1])
     await session.close()
     with pytest.raises(SessionNotFoundError):
         await tierd.sessions.get("a")

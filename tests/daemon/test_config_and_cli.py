@@ -136,8 +136,14 @@ async def test_the_command_line(daemon: Daemon, tmp_path: Path) -> None:
     file.write_bytes(struct.pack("<600i", *range(600)))
     code, text = await run_cli(daemon, "prefix", "warm", str(file), "--ids", "--json")
     assert json.loads(text) == {"prompt_tokens": 600, "host_tokens": 512, "loaded_tokens": 256}
+    code, text = await run_cli(daemon, "prefix", "lookup", str(file), "--ids", "--json")
+    assert (code, json.loads(text)["prompt_tokens"]) == (0, 600)
+    file.write_bytes(struct.pack("<1000000i", *[5] * 1_000_000))
+    code, text = await run_cli(daemon, "prefix", "lookup", str(file), "--ids", "--json")
+    assert (code, json.loads(text)["prompt_tokens"]) == (0, 1_000_000)
     file.write_bytes(bytes(7))
-    assert (await run_cli(daemon, "prefix", "warm", str(file), "--ids"))[0] == 2
+    for verb in ("lookup", "warm"):
+        assert (await run_cli(daemon, "prefix", verb, str(file), "--ids"))[0] == 2
     code, text = await run_cli(daemon, "store", "verify")
     assert (code, text.strip()) == (0, "9 objects, 4.0 KiB read, 0 bad")
     code, text = await run_cli(daemon, "store", "gc")
