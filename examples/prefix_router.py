@@ -6,10 +6,16 @@ Every daemon is asked at once how much of the request it holds (``POST /v1/prefi
 token ids as little-endian int32: 3.6 MB for 900,000 tokens, answered in milliseconds). A token
 in device memory counts most, one in a store that all daemons share least. Daemons that do not
 answer in time are passed over; where all are equal, requests with the same beginning go to the
-same one. Requests in a session (``/v1/sessions/{id}/…``) stay where the session was made.
+same one. Where none answers in time, and for requests without words, it is the turn of the ready
+daemon that was used least recently. Only if none can be reached, the answer is 503.
 
-The one that sends token ids should be the one that has a tokenizer; messages and text work as
-well, and then every daemon tokenizes them.
+What names a session (``/v1/sessions/{id}/…``, ``session_id`` in the body, ``X-Session-Id``,
+``x-claude-code-session-id``) or an operation goes to the daemon that has it. That is remembered,
+and forgotten once that daemon is gone or has it no more: then all are asked, and what none of them
+has goes where the rest goes, so that ``…/resume`` finds a daemon that shares the store.
+``GET /v1/sessions`` lists the sessions of all daemons; ``X-Unreached`` names those that are silent.
+
+Send token ids where you can: messages and text are tokenized by every daemon.
 """
 
 from __future__ import annotations
@@ -22,15 +28,19 @@ import json
 import struct
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 from aiohttp import web
 
 WEIGHTS = {"device": 1.0, "host": 0.9, "store": 0.5}
 LOOKUP_S = 0.25
-SESSIONS_MAX = 100_000
+FIND_S = 1.0
+HOMES_MAX = 100_000
+PAGE = 1000
 BODY_BYTES_MAX = 64 << 20
 BEGINNING_BYTES = 4096
 # Those of one hop (RFC 9110, 7.6.1), and those that are written anew.
@@ -39,148 +49,219 @@ NOT_FORWARDED = {
     *("transfer-encoding", "upgrade", "host", "content-length", "content-encoding"),
     "accept-encoding",
 }
+OCTETS, JSON = "application/octet-stream", "application/json"
 
 
 @dataclass(frozen=True, slots=True)
-class Heat:
-    """What a daemon holds of a prompt. ``score``: tokens, weighted by where they lie."""
+class Call:
+    """A request and what it is about.
 
-    url: str
-    score: float
-    matched_tokens: int
+    words: what lookup takes; place: the path of the session or operation that it names; asking:
+    headers for questions of our own.
+    """
+
+    request: web.Request
+    data: bytes
+    words: bytes
+    salt: str
+    place: str | None
+    asking: dict[str, str]
 
 
-def words_of(body: dict[str, Any]) -> tuple[bytes | None, dict[str, Any]]:
+async def read_call(request: web.Request) -> Call:
+    """What is neither octets nor a JSON object is for the daemon to refuse."""
+    data, body = await request.read(), {}
+    if request.content_type != OCTETS:
+        with suppress(ValueError):
+            body = json.loads(data or b"{}")
+        body = body if isinstance(body, dict) else {}
+    words, kind = (data, OCTETS) if request.content_type == OCTETS else words_of(body)
+    salt = body.get("cache_salt") or request.headers.get("X-Cache-Salt")
+    salt = str(salt or request.query.get("cache_salt") or "")
+    asking = {k: request.headers[k] for k in ("Authorization", "x-api-key") if k in request.headers}
+    asking |= {"Content-Type": kind} | ({"X-Cache-Salt": salt} if salt else {})
+    return Call(request, data, words, salt, place_of(request, body), asking)
+
+
+def words_of(body: dict[str, Any]) -> tuple[bytes, str]:
     """The prompt of a request: int32 bytes where it is token ids, else what lookup takes."""
     prompt = body.get("token_ids", body.get("prompt"))
-    if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
-        return struct.pack(f"<{len(prompt)}i", *prompt), {}
+    if isinstance(prompt, list) and prompt:
+        with suppress(struct.error):  # no ids
+            return struct.pack(f"<{len(prompt)}i", *prompt), OCTETS
     if isinstance(prompt, str):
-        return None, {"text": prompt}
-    return None, {name: body[name] for name in ("messages", "text") if name in body}
+        return json.dumps({"text": prompt}).encode(), JSON
+    words = {name: body[name] for name in ("messages", "text") if name in body}
+    return json.dumps(words).encode() if words else b"", JSON
+
+
+def place_of(request: web.Request, body: dict[str, Any]) -> str | None:
+    """The path of the session or operation that a request names."""
+    parts = request.rel_url.raw_path.strip("/").split("/")
+    if len(parts) > 2 and parts[:2] in (["v1", "sessions"], ["v1", "operations"]):
+        return "/" + "/".join(parts[:3])
+    if parts == ["v1", "sessions"]:
+        name = body.get("id") or request.query.get("id")
+    else:
+        name = body.get("session_id") or request.headers.get("X-Session-Id")
+        name = name or request.headers.get("x-claude-code-session-id")
+    return f"/v1/sessions/{quote(name, safe='')}" if name and isinstance(name, str) else None
 
 
 class Router:
     """Chooses among daemons, and passes requests on."""
 
     def __init__(self, urls: Sequence[str], http: aiohttp.ClientSession) -> None:
-        self._urls, self._http = [url.rstrip("/") for url in urls], http
-        self._homes: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._urls = [url.rstrip("/") for url in urls]  # least recently used first
+        self._http = http
+        self._homes: OrderedDict[tuple[str, str], str] = OrderedDict()  # by salt and place
 
-    # ------------------------------------------------------------ choosing
-    async def choose(
-        self, octets: bytes | None, words: dict[str, Any], headers: dict[str, str]
-    ) -> Heat:
-        """The daemon that holds most of these words. HTTPServiceUnavailable: none answers."""
-        if octets is None and not words:
-            words = {"token_ids": [0]}  # only to see who is there
-        asked = [self._ask(url, octets, words, headers) for url in self._urls]
-        found = [heat for heat in await asyncio.gather(*asked) if heat is not None]
-        if not found:
-            raise web.HTTPServiceUnavailable(text="no daemon answers", headers={"Retry-After": "1"})
-        beginning = (octets or json.dumps(words).encode())[:BEGINNING_BYTES]
-        return max(found, key=lambda heat: (heat.score, _rank(heat.url, beginning)))
-
-    async def _ask(
-        self, url: str, octets: bytes | None, words: dict[str, Any], headers: dict[str, str]
-    ) -> Heat | None:
-        sent: dict[str, Any] = {"json": words}
-        if octets is not None:
-            sent, headers = (
-                {"data": io.BytesIO(octets)},
-                headers | {"Content-Type": "application/octet-stream"},
-            )
-        found = await self._json("POST", f"{url}/v1/prefixes/lookup", headers=headers, **sent)
-        if found is None:
-            return None
-        score = sum(WEIGHTS[tier] * found["tiers"][tier] for tier in WEIGHTS)
-        return Heat(url, score, found["matched_tokens"])
-
-    async def _home(self, salt: str, session: str, headers: dict[str, str]) -> str:
-        """Where a session lives; the first daemon, which will say so, if nowhere."""
-        if (salt, session) not in self._homes:
-            asked = [
-                self._json("GET", f"{url}/v1/sessions/{session}", headers=headers)
-                for url in self._urls
-            ]
-            found = zip(self._urls, await asyncio.gather(*asked), strict=True)
-            self._remember(salt, session, next((url for url, has in found if has), self._urls[0]))
-        return self._homes[salt, session]
-
-    def _remember(self, salt: str, session: str, url: str) -> None:
-        self._homes[salt, session] = url
-        while len(self._homes) > SESSIONS_MAX:
-            self._homes.popitem(last=False)
-
-    async def _json(self, method: str, url: str, **sent: Any) -> Any:
-        """An answer within the time for it; None: there was none, or not a good one."""
-        try:
-            async with asyncio.timeout(LOOKUP_S), self._http.request(method, url, **sent) as answer:
-                return await answer.json() if answer.ok else None
-        except (aiohttp.ClientError, TimeoutError):
-            return None
-
-    # ------------------------------------------------------------ passing on
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Pass a request to the right daemon, and its answer back as it comes."""
-        data = await request.read()
-        octets, body = _parsed(request, data)
-        salt = body.get("cache_salt") or request.headers.get("X-Cache-Salt")
-        salt = salt or request.query.get("cache_salt") or ""
-        asking = {"X-Cache-Salt": salt} if salt else {}
-        if "Authorization" in request.headers:
-            asking["Authorization"] = request.headers["Authorization"]
-        parts = request.path.strip("/").split("/")
-        if parts[:2] == ["v1", "sessions"] and len(parts) > 2:
-            url = await self._home(salt, parts[2], asking)
-        else:
-            words: dict[str, Any] = {}
-            if octets is None:
-                octets, words = words_of(body)
-            url = (await self.choose(octets, words, asking)).url
-        makes_session = request.method == "POST" and parts[:2] == ["v1", "sessions"]
-        makes_session = makes_session and (len(parts) == 2 or parts[3:] == ["fork"])
-        return await self._forward(request, url, data, salt if makes_session else None)
+        call = await read_call(request)
+        answer: web.StreamResponse | None = None
+        if (request.method, request.path) == ("GET", "/v1/sessions"):
+            answer = await self._list(call)
+        home = self._homes.get((call.salt, call.place or ""))
+        if home is not None:
+            answer = await self._forward(call, home, only_if_there=True)
+        if answer is not None:
+            return answer
+        self._homes.pop((call.salt, call.place or ""), None)
+        for url in await self._candidates(call):
+            if (answer := await self._forward(call, url)) is not None:
+                return answer
+        raise web.HTTPServiceUnavailable(
+            text="no daemon can be reached", headers={"Retry-After": "1"}
+        )
+
+    async def _candidates(self, call: Call) -> list[str]:
+        """All daemons, in the order in which to try them."""
+        first: list[str] = []
+        if call.place is not None:
+            first = list(await self._ask_all(call, call.place, FIND_S))
+        if not first and call.words:
+            first = await self._hottest(call)
+        if not first:
+            first = list(await self._ask_all(call, "/ready", LOOKUP_S))
+        return first + [url for url in self._urls if url not in first]
+
+    async def _hottest(self, call: Call) -> list[str]:
+        """Daemons that say in time what they hold of the words, the one with most first."""
+        found = await self._ask_all(call, "/v1/prefixes/lookup", LOOKUP_S, call.words)
+
+        def heat(url: str) -> tuple[float, bytes]:
+            tiers = found[url]["tiers"]
+            score = sum(weight * tiers[tier] for tier, weight in WEIGHTS.items())
+            beginning = url.encode() + b"\0" + call.words[:BEGINNING_BYTES]
+            return score, hashlib.blake2b(beginning, digest_size=8).digest()  # rendezvous hashing
+
+        return sorted(found, key=heat, reverse=True)
+
+    async def _ask_all(
+        self, call: Call, path: str, seconds: float, data: bytes | None = None
+    ) -> dict[str, Any]:
+        """Good answers by daemon, least recently used first."""
+        urls = list(self._urls)
+        asked = (self._ask(call, url + path, seconds, data) for url in urls)
+        found = zip(urls, await asyncio.gather(*asked), strict=True)
+        return {url: answer for url, answer in found if answer is not None}
+
+    async def _ask(self, call: Call, url: str, seconds: float, data: bytes | None = None) -> Any:
+        """The answer to GET, or to POST of data; None: there is none in time, or no good one."""
+        method, sent = ("GET", None) if data is None else ("POST", io.BytesIO(data))
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                self._http.request(method, url, headers=call.asking, data=sent) as answer,
+            ):
+                return await answer.json() if answer.ok else None
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return None
 
     async def _forward(
-        self, request: web.Request, url: str, data: bytes, new_session_salt: str | None
-    ) -> web.StreamResponse:
+        self, call: Call, url: str, *, only_if_there: bool = False
+    ) -> web.StreamResponse | None:
+        """A daemon's answer. None, and nothing was done: it is not reached, or it is a 404."""
+        request = call.request
         headers = {k: v for k, v in request.headers.items() if k.lower() not in NOT_FORWARDED}
+        self._urls.sort(key=url.__eq__)  # it is the last one now
         try:
             async with self._http.request(
-                request.method, url + request.path_qs, data=io.BytesIO(data), headers=headers
+                request.method, url + request.path_qs, data=io.BytesIO(call.data), headers=headers
             ) as answer:
+                if only_if_there and answer.status == 404:
+                    return None
+                if answer.ok:
+                    await self._remember(call, url, answer)
                 kept = {k: v for k, v in answer.headers.items() if k.lower() not in NOT_FORWARDED}
                 response = web.StreamResponse(status=answer.status, headers=kept)
                 response.headers["X-Routed-To"] = url
-                if new_session_salt is not None and answer.ok:  # it stays where it was made
-                    self._remember(new_session_salt, (await answer.json())["id"], url)
-                    await response.prepare(request)
+                await response.prepare(request)
+                if answer.status == 201:
                     await response.write(await answer.read())
-                else:
-                    await response.prepare(request)
-                    async for part in answer.content.iter_any():
-                        await response.write(part)
+                async for part in answer.content.iter_any():
+                    await response.write(part)
                 await response.write_eof()
                 return response
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+            return None
         except aiohttp.ClientConnectionError as error:
             raise web.HTTPBadGateway(text=f"{url}: {error}") from error
 
+    async def _remember(self, call: Call, url: str, answer: aiohttp.ClientResponse) -> None:
+        """Where is what the request named, or what it made."""
+        places = [call.place, answer.headers.get("Location")]
+        if answer.status == 201:  # a session was made
+            made = await answer.json()
+            places.append(f"/v1/sessions/{quote(made['id'], safe='')}")
+            if made.get("operation"):
+                places.append(f"/v1/operations/{made['operation']['id']}")
+        if call.request.method == "DELETE" and call.request.rel_url.raw_path == call.place:
+            self._homes.pop((call.salt, call.place), None)
+            places = []
+        for place in filter(None, places):
+            self._homes[call.salt, place] = url
+            self._homes.move_to_end((call.salt, place))
+        while len(self._homes) > HOMES_MAX:
+            self._homes.popitem(last=False)
 
-def _parsed(request: web.Request, data: bytes) -> tuple[bytes | None, dict[str, Any]]:
-    """Token ids as they came, or a JSON object; what is neither is for the daemon to refuse."""
-    if request.content_type == "application/octet-stream":
-        return data, {}
-    try:
-        body = json.loads(data or b"{}")
-    except ValueError:
-        return None, {}
-    return None, body if isinstance(body, dict) else {}
+    async def _list(self, call: Call) -> web.Response | None:
+        """A page of all daemons' sessions; None: no daemon gives any, and one should say why."""
+        query, urls = call.request.query, list(self._urls)
+        lists = await asyncio.gather(*(self._sessions(call, url) for url in urls))
+        newest: dict[str, dict[str, Any]] = {}
+        for session in sorted(
+            (s for each in lists for s in each or ()), key=lambda s: s["used_at"]
+        ):
+            newest[session["id"]] = session  # two know it: it is the one's that used it last
+        data = sorted(newest.values(), key=lambda s: (s["created_at"], s["id"]))
+        try:
+            limit = int(query.get("limit", "100"))
+            if "after" in query:
+                data = data[[s["id"] for s in data].index(query["after"]) + 1 :]
+        except ValueError as error:
+            raise web.HTTPBadRequest(text=f"limit or after: {error}") from error
+        data = [s for s in data if query.get("state") in (None, s["state"])]
+        page = data[: max(limit, 1)]
+        more, last = len(data) > len(page), page[-1]["id"] if page else None
+        silent = [url for url, each in zip(urls, lists, strict=True) if each is None]
+        if len(silent) == len(urls):
+            return None
+        return web.json_response(
+            {"object": "list", "data": page, "has_more": more, "last_id": last},
+            headers={"X-Unreached": ", ".join(silent)} if silent else {},
+        )
 
-
-def _rank(url: str, beginning: bytes) -> bytes:
-    """Rendezvous hashing: the same beginning prefers the same daemon, whoever else is there."""
-    return hashlib.blake2b(url.encode() + b"\0" + beginning, digest_size=8).digest()
+    async def _sessions(self, call: Call, url: str) -> list[dict[str, Any]] | None:
+        """All sessions of one daemon."""
+        data, after = [], ""
+        while page := await self._ask(call, f"{url}/v1/sessions?limit={PAGE}{after}", FIND_S):
+            data += page["data"]
+            if not page["has_more"]:
+                return data
+            after = f"&after={quote(page['last_id'], safe='')}"
+        return None
 
 
 def make_app(urls: Sequence[str]) -> web.Application:
