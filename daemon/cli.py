@@ -314,6 +314,23 @@ def prefix_warm(
     show(found, as_json)
 
 
+def _pin_verb(name: str, help: str) -> None:
+    @prefix_app.command(name, help=help)
+    def command(
+        file: PrefixFile,
+        token_ids: IsIds = False,
+        url: Url = None,
+        api_key: ApiKey = None,
+        as_json: AsJson = False,
+    ) -> None:
+        words = _words_of(file, token_ids)
+        show(ask(url, api_key, lambda t: t.prefixes.pin(name == "pin", **words)), as_json)
+
+
+_pin_verb("pin", "Keep what a shared Redis has of a text there, against its budget and its time.")
+_pin_verb("unpin", "Let it go again.")
+
+
 def main() -> None:
     """The console script."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")

@@ -312,6 +312,12 @@ class Prefixes:
         found: Json = await self._client.call("POST", "/v1/prefixes/warm", body, wait="true")
         return found
 
+    async def pin(self, pinned: bool = True, **words: Any) -> Json:
+        """What lookup takes: keep its whole blocks in the shared store, or take that back."""
+        verb = "pin" if pinned else "unpin"
+        found: Json = await self._client.call("POST", f"/v1/prefixes/{verb}", _octets_of(words))
+        return found
+
     async def explain(self, a: Json, b: Json) -> Json:
         """Two prompts (messages, text or token_ids each): where they first differ."""
         found: Json = await self._client.call("POST", "/v1/prefixes/explain", {"a": a, "b": b})

@@ -144,6 +144,10 @@ async def test_the_command_line(daemon: Daemon, tmp_path: Path) -> None:
     file.write_bytes(bytes(7))
     for verb in ("lookup", "warm"):
         assert (await run_cli(daemon, "prefix", verb, str(file), "--ids"))[0] == 2
+    file.write_bytes(struct.pack("<600i", *range(600)))
+    for verb in ("pin", "unpin"):
+        code, text = await run_cli(daemon, "prefix", verb, str(file), "--ids", "--json")
+        assert (code, json.loads(text)) == (0, {"pinned": verb == "pin", "tokens": 512})
     code, text = await run_cli(daemon, "store", "verify")
     assert (code, text.strip()) == (0, "9 objects, 4.0 KiB read, 0 bad")
     code, text = await run_cli(daemon, "store", "gc")
