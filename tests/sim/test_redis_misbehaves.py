@@ -12,6 +12,7 @@ from dsv4_tierd.engine import messages as m
 from dsv4_tierd.tiering.coordinator import StoreLimits
 from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind
 from dsv4_tierd.tiering.store.redis import RedisStore
+from dsv4_tierd.tiering.store.redis_rows import PUBLISH
 from proxy import Fault, Proxy
 from redis_cases import eventually, open_hasty, open_redis
 from redis_servers import Server
@@ -169,6 +170,31 @@ def test_a_fault_at_every_command_of_a_request(micro: Model, server: Server, fau
             break
     assert {b"GETRANGE", b"SET", b"EVAL"} <= verbs, "some kind of command was not reached"
     witness.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "byte"),
+    [(PUBLISH, 3), (PUBLISH, 30), ("XREAD", 1), ("\r\nSET\r\n", 1), ("EXISTS", 1)],
+    ids=["publish-3", "publish-30", "xread-1", "set-1", "exists-1"],
+)
+def test_a_wrong_bit_in_what_the_server_says(
+    micro: Model, server: Server, words: str, byte: int
+) -> None:
+    """In a reply that holds no page either: the engine goes on, and all is written in the end."""
+    fill(micro, server)
+    proxy = Proxy(server.port)
+    store = open_hasty(proxy.url)
+    world = engine(micro, store)
+    proxy.arm(Fault.CORRUPT_REPLY, 1, byte, words=words.encode())
+    session = world.open()
+    answer = world.generate(session, WORDS + text(5, 300), 3)
+    assert_true(micro, world, session, answer)
+    settled(world, store)
+    assert not proxy.armed
+    hashes = world.engine.sessions[session].transcript.hashes
+    assert all(store.has([ObjectKey(ObjectKind.PAGE, "", name) for name in hashes]))
+    world.tiers.coordinator.close()
+    proxy.close()
 
 
 def settled(world: World, store: RedisStore) -> None:

@@ -31,11 +31,16 @@ class Fault(Enum):
 
 @dataclass(slots=True)
 class Plan:
-    """``command``: its number, from 1. ``byte``: within the command or the reply."""
+    """``command``: its number, from 1, among those that hold the bytes ``words``.
+
+    ``byte``: within the command or the reply, ``bit``: of that byte.
+    """
 
     fault: Fault
     command: int
     byte: int = 0
+    bit: int = 0
+    words: bytes = b""
 
 
 class _Pair:
@@ -113,7 +118,7 @@ class _Pair:
             raise ConnectionAbortedError
         at = plan.byte - self.passed
         if plan.fault is Fault.CORRUPT_REPLY and 0 <= at < len(data):
-            data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+            data = data[:at] + bytes([data[at] ^ 1 << plan.bit]) + data[at + 1 :]
             self.replies = None
         self.passed += len(data)
         self.client.sendall(data)
@@ -129,6 +134,7 @@ class Proxy:
         self.open_gate, self.released = threading.Event(), threading.Event()
         self.open_gate.set()
         self._plan: Plan | None = None
+        self._left = 0  # commands of the plan's until its own
         self._lock = threading.Lock()
         self._pairs: list[_Pair] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -140,12 +146,25 @@ class Proxy:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
-    def arm(self, fault: Fault | None = None, command: int = 1, byte: int = 0) -> None:
+    def arm(
+        self,
+        fault: Fault | None = None,
+        command: int = 1,
+        byte: int = 0,
+        bit: int = 0,
+        words: bytes = b"",
+    ) -> None:
         """Count from here on; ``fault`` happens once, at that command."""
         with self._lock:
             self.commands = []
             self.released.clear()
-            self._plan = None if fault is None else Plan(fault, command, byte)
+            self._left = command
+            self._plan = None if fault is None else Plan(fault, command, byte, bit, words)
+
+    @property
+    def armed(self) -> bool:
+        """Whether the fault is still to come."""
+        return self._plan is not None
 
     def stop(self) -> None:
         """Nothing comes back any more, on any connection, until ``go``."""
@@ -174,7 +193,10 @@ class Proxy:
         with self._lock:
             self.commands.append(verb)
             plan = self._plan
-            if plan is None or len(self.commands) != plan.command:
+            if plan is None or plan.words not in data:
+                return None
+            self._left -= 1
+            if self._left:
                 return None
             self._plan = None
             return plan

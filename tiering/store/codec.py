@@ -165,6 +165,12 @@ def check_name(header: RecordHeader, identity: bytes, key: ObjectKey) -> None:
         raise TransferFailed(f"the record is another object: {header.key}")
 
 
+def check_parent(header: RecordHeader, parent: bytes | None) -> None:
+    """Raises TransferFailed unless the record hangs where the catalogue says."""
+    if header.parent != parent:
+        raise TransferFailed("the record hangs on another page than its row says")
+
+
 def encode(identity: bytes, item: StoredObject) -> bytes:
     """Header and payload in one piece, for stores that take one value. Copies the payload."""
     return encode_header(identity, item) + bytes(item.payload)

@@ -16,17 +16,28 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from blake3 import blake3
 
 from dsv4_tierd.tiering.errors import PreconditionFailed, SessionBusy, StoreUnavailable
 from dsv4_tierd.tiering.store.redis_link import Link
+from dsv4_tierd.tiering.store.redis_replies import (
+    as_bytes,
+    as_flag,
+    as_int,
+    as_list,
+    as_number,
+    as_text,
+    as_value,
+    bad,
+)
 from dsv4_tierd.tiering.store.redis_rows import PREFIX
 from dsv4_tierd.tiering.store.resp import Argument, Reply
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _DRIFT = 0.02  # how much slower than the server's a holder's clock may run
 _SEQUENCE_S = 86_400
 RECORD_BYTES_MAX = 64 << 20  # what a read allows time for
@@ -151,13 +162,9 @@ class RedisLeases:
         begun = clock()
         ttl_ms = max(1, int(ttl_s * 1000))
         kept_s = int(ttl_s) + _SEQUENCE_S
-        reply = self._script(_ACQUIRE, name, holder, ttl_ms, kept_s)
-        assert isinstance(reply, list) and isinstance(reply[0], bytes)
-        token = int(reply[0])
+        token, owner, left_ms = self._script(_acquired, _ACQUIRE, name, holder, ttl_ms, kept_s)
         if not token:
-            _, owner, left_ms = reply
-            assert isinstance(owner, bytes) and isinstance(left_ms, int)
-            raise HeldByAnother(name, owner.decode(errors="replace"), max(left_ms, 0) / 1000)
+            raise HeldByAnother(name, owner, max(left_ms, 0) / 1000)
         return Lease(name, holder, token, ttl_s, begun + ttl_s * (1 - _DRIFT))
 
     def renew(self, lease: Lease) -> Lease:
@@ -168,7 +175,7 @@ class RedisLeases:
 
     def release(self, lease: Lease) -> bool:
         """See the protocol."""
-        return self._script(_CHANGE, lease.name, _claim(lease), "release") == 1
+        return self._script(as_flag, _CHANGE, lease.name, _claim(lease), "release")
 
     def write(self, lease: Lease, record: bytes, ttl_s: float | None = None) -> None:
         """See the protocol."""
@@ -179,10 +186,9 @@ class RedisLeases:
         """See the protocol."""
         key = _keys(name)[2]
         if bytes_max is not None:
-            head = self._link.call(key, "GETRANGE", key, 0, bytes_max - 1)
-            return head if isinstance(head, bytes) and head else None
-        reply = self._link.call(key, "GET", key, size=RECORD_BYTES_MAX)
-        return reply if isinstance(reply, bytes) else None
+            head = self._link.call(key, "GETRANGE", key, 0, bytes_max - 1, read=as_bytes)
+            return head or None
+        return self._link.call(key, "GET", key, read=as_value, size=RECORD_BYTES_MAX)
 
     def forget(self, lease: Lease) -> None:
         """See the protocol."""
@@ -190,23 +196,38 @@ class RedisLeases:
 
     def holder_of(self, name: str) -> str | None:
         """See the protocol."""
-        reply = self._link.call(_keys(name)[0], "GET", _keys(name)[0])
-        return reply.partition(b" ")[2].decode() if isinstance(reply, bytes) else None
+        key = _keys(name)[0]
+        return self._link.call(key, "GET", key, read=_owner)
 
     def _change(self, lease: Lease, *what: Argument) -> None:
-        if self._script(_CHANGE, lease.name, _claim(lease), *what) != 1:
+        if not self._script(as_flag, _CHANGE, lease.name, _claim(lease), *what):
             raise LeaseLost(f"{lease.holder} does not hold {lease.name} any more")
 
-    def _script(self, script: str, name: str, *args: Argument) -> Reply:
+    def _script(self, read: Callable[[Reply], _T], script: str, name: str, *args: Argument) -> _T:
         keys = _keys(name)
         size = sum(len(arg) for arg in args if isinstance(arg, bytes))
-        return self._link.call(keys[0], "EVAL", script, len(keys), *keys, *args, size=size)
+        words = ["EVAL", script, len(keys), *keys, *args]
+        return self._link.call(keys[0], *words, read=read, size=size)
 
 
 def _keys(name: str) -> list[bytes]:
     """Lease, sequence and record, in one slot of a cluster."""
     tag = blake3(name.encode()).hexdigest(length=16)
     return [PREFIX + f"lease:{{{tag}}}:{what}".encode() for what in ("by", "seq", "record")]
+
+
+def _acquired(reply: Reply) -> tuple[int, str, int]:
+    """The token; or 0, who holds it, and for how many ms more."""
+    first, *rest = as_list(reply) or [None]
+    token = as_number(first)
+    if len(rest) != (0 if token else 2):
+        raise bad("a token, or who has it", reply)
+    return (token, "", 0) if token else (0, as_text(rest[0]), as_int(rest[1]))
+
+
+def _owner(reply: Reply) -> str | None:
+    claim = as_value(reply)
+    return None if claim is None else as_text(claim.partition(b" ")[2])
 
 
 def _claim(lease: Lease) -> str:

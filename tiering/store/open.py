@@ -173,12 +173,13 @@ def _fields(tier: TierSpec) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in paths]
     if tier.redis_url is not None:
         from dsv4_tierd.tiering.store.redis import RedisStore
+        from dsv4_tierd.tiering.store.redis_replies import as_object
         from dsv4_tierd.tiering.store.redis_rows import IDENTITIES
         from dsv4_tierd.tiering.store.redis_shelf import scan_hash
 
         store = RedisStore(RedisConfig(tier.redis_url, 0), None)
         try:
-            return [json.loads(text) for _, text in scan_hash(store.link, IDENTITIES)]
+            return [fields for _, fields in scan_hash(store.link, IDENTITIES, as_object)]
         finally:
             store.close()
     from dsv4_tierd.tiering.store.lmcache import lmcache_identities

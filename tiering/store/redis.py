@@ -28,6 +28,7 @@ from dsv4_tierd.tiering.store.codec import (
     HEADER_BYTES_MAX,
     MAGIC,
     check_name,
+    check_parent,
     check_payload,
     decode_header,
     encode_header,
@@ -136,6 +137,7 @@ class RedisStore:
         header = decode_header(head[:HEADER_BYTES_MAX])
         check_name(header, self._identity, row.key)
         check_payload(header, into)
+        check_parent(header, row.parent)
         return True
 
     def _forget(self, row: Row) -> None:

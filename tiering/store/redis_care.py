@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
-from dsv4_tierd.tiering.errors import TransferFailed
+from dsv4_tierd.tiering.errors import StoreUnavailable, TransferFailed
 from dsv4_tierd.tiering.store.codec import (
     HEADER_BYTES_MAX,
     check_name,
+    check_parent,
     check_payload,
     decode_header,
 )
 from dsv4_tierd.tiering.store.disk import GcReport, ObjectInfo, VerifyReport
 from dsv4_tierd.tiering.store.protocol import ObjectKey
 from dsv4_tierd.tiering.store.redis_link import Link
+from dsv4_tierd.tiering.store.redis_replies import as_bytes, as_count, as_flag, as_page, as_value
 from dsv4_tierd.tiering.store.redis_rows import (
     EXTENTS,
     IDENTITIES,
     ROWS_PER_CALL,
     Place,
     extent_of,
-    key_of,
     part_name,
+    row_of,
 )
 from dsv4_tierd.tiering.store.redis_shelf import Shelf, batched, scan_hash
+from dsv4_tierd.tiering.store.resp import Argument
 
 GRACE_S = 900.0
 _Found = tuple[bytes, bytes, ObjectKey, Place]  # field, row as it stands, and both read
@@ -31,24 +35,33 @@ _Found = tuple[bytes, bytes, ObjectKey, Place]  # field, row as it stands, and b
 
 def shelves(own: Shelf) -> Iterator[Shelf]:
     """One shelf for each identity that has written; ``own`` for its own."""
-    for name, _ in list(scan_hash(own.link, IDENTITIES)):
-        if name.decode() == own.names.identity:
-            yield own
-        else:
-            yield Shelf(own.link, bytes.fromhex(name.decode()))
+    for identity in _identities(own.link):
+        yield own if identity.hex() == own.names.identity else Shelf(own.link, identity)
+
+
+def _identities(link: Link) -> list[bytes]:
+    """Who has written. Raises StoreUnavailable, rather than leave one out: what it has would go."""
+    found = []
+    for name, _ in scan_hash(link, IDENTITIES, as_bytes):
+        if not re.fullmatch(rb"[0-9a-f]{64}", name):
+            raise StoreUnavailable(f"{IDENTITIES.decode()} holds {name!r:.80}, which is none")
+        found.append(bytes.fromhex(name.decode()))
+    return found
 
 
 def _rows(shelf: Shelf, strange: set[bytes] | None = None) -> Iterator[_Found]:
     """Rows that this version can read, the others into ``strange``; HSCAN may show one twice."""
     seen: set[bytes] = set()
-    for name, row in scan_hash(shelf.link, shelf.names.cat):
+    for name, row in scan_hash(shelf.link, shelf.names.cat, as_bytes):
         if name not in seen:
             seen.add(name)
             try:
-                yield name, row, key_of(name), Place.unpack(row)
-            except (TransferFailed, ValueError):
+                found = (name, row, *row_of(name, row))
+            except TransferFailed:
                 if strange is not None:
                     strange.add(name)
+            else:
+                yield found
 
 
 def list_objects(own: Shelf) -> Iterator[ObjectInfo]:
@@ -71,7 +84,7 @@ def verify(own: Shelf, advance: Callable[[int, int], None] | None = None) -> Ver
     objects = bytes_read = done = 0
     bad: list[str] = []
     looked_at = list(shelves(own))
-    total = sum(_count(shelf) for shelf in looked_at)
+    total = sum(shelf.count() for shelf in looked_at)
     for shelf in looked_at:
         for name, row, key, place in _rows(shelf):
             if advance is not None:
@@ -90,19 +103,14 @@ def verify(own: Shelf, advance: Callable[[int, int], None] | None = None) -> Ver
     return VerifyReport(objects, bytes_read, tuple(bad))
 
 
-def _count(shelf: Shelf) -> int:
-    count = shelf.link.call(shelf.names.cat, "HLEN", shelf.names.cat)
-    assert isinstance(count, int)
-    return count
-
-
 def _expired(shelf: Shelf, place: Place) -> bool:
     held = shelf.mirror.held.get(place.extent)
     return held is not None and 0 < held.expires_ms <= shelf.mirror.now_ms()
 
 
 def _still(shelf: Shelf, name: bytes, row: bytes) -> bool:
-    return shelf.link.call(shelf.names.cat, "HGET", shelf.names.cat, name) == row
+    cat = shelf.names.cat
+    return shelf.link.call(cat, "HGET", cat, name, read=as_value) == row
 
 
 def _wrong(shelf: Shelf, key: ObjectKey, place: Place) -> str:
@@ -117,6 +125,7 @@ def _wrong(shelf: Shelf, key: ObjectKey, place: Place) -> str:
         header = decode_header(whole[:HEADER_BYTES_MAX])
         check_name(header, bytes.fromhex(shelf.names.identity), key)
         check_payload(header, whole[header.header_bytes :])
+        check_parent(header, place.parent)
     except TransferFailed as error:
         return str(error)
     return ""
@@ -134,7 +143,8 @@ def tidy(own: Shelf, grace_s: float) -> GcReport:
     for shelf in list(shelves(own)):
         strange: set[bytes] = set()
         count += shelf.sweep()
-        listed = dict(scan_hash(shelf.link, shelf.names.live))  # before the rows: see below
+        live = scan_hash(shelf.link, shelf.names.live, as_bytes)
+        listed = dict(live)  # before the rows: see below
         by_extent: dict[bytes, list[_Found]] = {}
         for found in _rows(shelf, strange):
             by_extent.setdefault(found[3].extent, []).append(found)
@@ -145,12 +155,12 @@ def tidy(own: Shelf, grace_s: float) -> GcReport:
         dead = [extent for extent in listed if extent not in by_extent and not strange]
         for group in batched(dead, ROWS_PER_CALL):
             for where in (shelf.names.live, shelf.names.meta):
-                shelf.link.call(where, "HDEL", where, *group)
+                shelf.link.call(where, "HDEL", where, *group, read=as_count)
         used += sum(rows[0][3].extent_bytes for rows in by_extent.values())
         removed += _forget_lost(shelf, by_extent)
         forgettable = not by_extent and not strange and shelf is not own
         if forgettable and shelf.forget_identity():
-            own.link.call(IDENTITIES, "HDEL", IDENTITIES, shelf.names.identity)
+            own.link.call(IDENTITIES, "HDEL", IDENTITIES, shelf.names.identity, read=as_count)
     before_ms = own.mirror.now_ms() - int(grace_s * 1000)
     orphans, orphan_bytes = _remove_orphans(own.link, known, tuple(untouchable), before_ms)
     return GcReport(used + orphan_bytes, used - removed, count + orphans)
@@ -176,7 +186,7 @@ def _forget_lost(shelf: Shelf, by_extent: dict[bytes, list[_Found]]) -> int:
     for extent, rows in by_extent.items():
         parts = rows[0][3].parts(shelf.link.config.value_bytes)
         names = [part_name(extent, part) for part in range(parts)]
-        if all(shelf.link.many([("EXISTS", name) for name in names])):
+        if all(shelf.link.many([("EXISTS", name) for name in names], as_flag)):
             continue
         lost += rows[0][3].extent_bytes
         for group in batched(rows, ROWS_PER_CALL):
@@ -193,12 +203,14 @@ def _remove_orphans(
     """
     count = size = 0
     for name in _extent_values(link):
-        extent, born_ms = extent_of(name)
+        try:
+            extent, born_ms = extent_of(name)
+        except TransferFailed:
+            continue  # nothing of ours
         if extent in known or born_ms > before_ms or extent.startswith(untouchable):
             continue
-        length = link.call(name, "STRLEN", name)
-        assert isinstance(length, int)
-        link.call(name, "UNLINK", name)
+        length = link.call(name, "STRLEN", name, read=as_count)
+        link.call(name, "UNLINK", name, read=as_flag)
         count += 1
         size += length
     return count, size
@@ -209,23 +221,20 @@ def _extent_values(link: Link) -> Iterator[bytes]:
     for pool in link.pools():
         cursor = b"0"
         while True:
-            reply = link.ask(pool, "SCAN", cursor, "MATCH", EXTENTS + b"*", "COUNT", 1000)
-            assert isinstance(reply, list)
-            after, names = reply
-            assert isinstance(after, bytes) and isinstance(names, list)
-            yield from (name for name in names if isinstance(name, bytes))
-            if after == b"0":
+            args: list[Argument] = ["SCAN", cursor, "MATCH", EXTENTS + b"*", "COUNT", 1000]
+            cursor, names = link.ask(pool, *args, read=as_page)
+            yield from names
+            if cursor == b"0":
                 break
-            cursor = after
 
 
 def delete_tenant_elsewhere(link: Link, tenant: str, own: bytes) -> int:
     """Remove a tenant's objects under every identity but ``own``; how many there were."""
     gone = 0
-    for name, _ in list(scan_hash(link, IDENTITIES)):
-        if name.decode() == own.hex():
+    for identity in _identities(link):
+        if identity == own:
             continue
-        shelf = Shelf(link, bytes.fromhex(name.decode()))
+        shelf = Shelf(link, identity)
         mine = [found for found in _rows(shelf) if found[2].tenant == tenant]
         for group in batched(mine, ROWS_PER_CALL):
             changes = [(field, row, place) for field, row, _, place in group]

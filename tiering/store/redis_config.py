@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlencode, urlsplit
 
 from dsv4_tierd.tiering.errors import InvalidRequest
 
@@ -77,6 +77,20 @@ class Target:
     def shown(self) -> str:
         """The URL without its secrets."""
         return self.url
+
+    def scrubbed(self, text: str) -> str:
+        """``text`` without this URL's passwords, however they are written."""
+        secrets = {self.password, *(v for k, v in self.settings.items() if "password" in k)}
+        forms = {form for each in secrets if each for form in _written(str(each))}
+        for form in sorted(forms, key=len, reverse=True):
+            text = text.replace(form, "***")
+        return text
+
+
+def _written(secret: str) -> set[str]:
+    """As it stands, percent-encoded, and within the repr of a string or of bytes."""
+    encoded = {quote(secret), quote(secret, safe=""), quote_plus(secret)}
+    return {secret, *encoded, repr(secret)[1:-1], repr(secret.encode())[2:-1]}
 
 
 _OURS: dict[str, type[int | float]] = {

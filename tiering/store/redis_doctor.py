@@ -7,8 +7,8 @@ from typing import Any
 
 from dsv4_tierd.tiering.errors import StoreUnavailable
 from dsv4_tierd.tiering.store.redis_config import RedisConfig
-from dsv4_tierd.tiering.store.redis_link import Link, info_fields
-from dsv4_tierd.tiering.store.resp import Reply
+from dsv4_tierd.tiering.store.redis_link import Link
+from dsv4_tierd.tiering.store.redis_replies import as_fields, as_pairs
 
 _RELAXED = ("volatile-lru", "volatile-lfu", "volatile-random", "volatile-ttl")
 
@@ -32,11 +32,11 @@ def check_server(config: RedisConfig) -> list[str]:
 
 
 def _warnings(link: Link, pool: Any, config: RedisConfig) -> Iterator[str]:
-    persistence = info_fields(link.ask(pool, "INFO", "persistence"))
-    memory = info_fields(link.ask(pool, "INFO", "memory"))
+    persistence = link.ask(pool, "INFO", "persistence", read=as_fields)
+    memory = link.ask(pool, "INFO", "memory", read=as_fields)
     settings = _settings(link, pool)
     policy = memory.get("maxmemory_policy") or settings.get("maxmemory-policy", "")
-    limit = int(memory.get("maxmemory", 0))
+    limit = _number(memory, "maxmemory")
     if persistence.get("aof_enabled") == "1":
         yield (
             "appendonly is on: every page is also written to a log, which halves the rate of writes"
@@ -50,10 +50,10 @@ def _warnings(link: Link, pool: Any, config: RedisConfig) -> Iterator[str]:
     yield from _memory(limit, policy, memory, config)
     if settings.get("requirepass") == "" and settings.get("protected-mode") == "no":
         yield "anyone who reaches the port can read, change and delete every tenant's pages"
-    timeout = int(settings.get("timeout") or 0)
+    timeout = _number(settings, "timeout")
     if timeout:
         yield f"timeout {timeout}: idle connections are closed, and opened again for the next call"
-    bulk = int(settings.get("proto-max-bulk-len") or config.value_bytes)
+    bulk = _number(settings, "proto-max-bulk-len") or config.value_bytes
     if bulk < config.value_bytes:
         yield f"proto-max-bulk-len {bulk} is less than an extent of {config.value_bytes} bytes"
     if not settings:
@@ -84,7 +84,7 @@ def _memory(limit: int, policy: str, memory: dict[str, str], config: RedisConfig
         )
     if limit and policy in _RELAXED and not config.ttl_s:
         yield f"maxmemory-policy {policy} evicts nothing of a store without ttl_s"
-    used = int(memory.get("used_memory", 0))
+    used = _number(memory, "used_memory")
     if limit and used > 0.9 * limit:
         yield f"{used} of {limit} bytes of memory are in use"
 
@@ -93,12 +93,20 @@ def _settings(link: Link, pool: Any) -> dict[str, str]:
     """The settings that matter; empty where CONFIG is not allowed."""
     names = ("save", "timeout", "requirepass", "protected-mode", "maxmemory-policy")
     try:
-        reply: list[Reply] = []
-        for name in (*names, "proto-max-bulk-len"):
-            one = link.ask(pool, "CONFIG", "GET", name)
-            reply += one if isinstance(one, list) else []
+        found = [
+            pair
+            for name in (*names, "proto-max-bulk-len")
+            for pair in link.ask(pool, "CONFIG", "GET", name, read=as_pairs)
+        ]
     except StoreUnavailable:
         link.check()  # away, rather than forbidden
         return {}
-    texts = [each.decode() for each in reply if isinstance(each, bytes)]
-    return dict(zip(texts[::2], texts[1::2], strict=True))
+    return {name.decode(errors="replace"): text.decode(errors="replace") for name, text in found}
+
+
+def _number(found: dict[str, str], name: str) -> int:
+    """What it says of itself; 0 where it says nothing. Raises StoreUnavailable."""
+    text = found.get(name) or "0"
+    if not text.isdecimal():
+        raise StoreUnavailable(f"it says that its {name} is {text!r:.60}")
+    return int(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import threading
@@ -12,8 +11,10 @@ from dsv4_tierd.tiering.errors import StoreUnavailable
 from dsv4_tierd.tiering.store.identity import StoreIdentity, differences
 from dsv4_tierd.tiering.store.redis_link import Link
 from dsv4_tierd.tiering.store.redis_mirror import Held
+from dsv4_tierd.tiering.store.redis_replies import as_bytes, as_count, as_object
 from dsv4_tierd.tiering.store.redis_rows import IDENTITIES, Names
 from dsv4_tierd.tiering.store.redis_shelf import Shelf, scan_hash
+from dsv4_tierd.tiering.store.resp import ProtocolBroken
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Keeper:
                     self._link.stays_down(str(error))
             except Exception:  # the thread outlives what nobody foresaw
                 log.exception("store: following redis at %s failed", self._link.target.shown)
+                self._shelf.forget()
                 self._link.trip("an unforeseen error")
             if not self._link.up and not self._stopping:
                 time.sleep(wait_s * random.uniform(0.5, 1.0))
@@ -128,12 +130,17 @@ class Keeper:
 
 def log_other_identities(link: Link, identity: StoreIdentity) -> None:
     """Say what the server holds that this identity cannot use, and which fields are why."""
-    for name, text in scan_hash(link, IDENTITIES):
-        other = name.decode()
-        count = link.call(Names(other).cat, "HLEN", Names(other).cat)
+    for name, text in scan_hash(link, IDENTITIES, as_bytes):
+        other = name.decode(errors="replace")
+        count = link.call(Names(other).cat, "HLEN", Names(other).cat, read=as_count)
         if other == identity.digest.hex() or not count:
             continue
-        why = "; ".join(differences(json.loads(text), identity.as_dict()))
+        try:
+            fields = as_object(text)
+        except ProtocolBroken:  # anyone may have put it there
+            log.warning("store %s: identity %s is not readable", link.target.shown, other[:16])
+            continue
+        why = "; ".join(differences(fields, identity.as_dict()))
         log.warning(
             "store %s: %s objects of identity %s cannot be used, it differs in %s",
             link.target.shown,

@@ -16,10 +16,16 @@ from itertools import count
 from dsv4_tierd.tiering.errors import TransferFailed
 from dsv4_tierd.tiering.store.catalogue import Catalogue, Entry, Extent
 from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind
-from dsv4_tierd.tiering.store.redis_rows import Event, Place, field_of, key_of
+from dsv4_tierd.tiering.store.redis_rows import (
+    BEGINNING,
+    Event,
+    EventId,
+    Place,
+    field_of,
+    key_of,
+    row_of,
+)
 
-EventId = tuple[int, int]
-BEGINNING: EventId = (0, 0)
 ROW_OVERHEAD_BYTES = 256  # a row's share of the server's memory, in the gauge of bytes used
 
 
@@ -148,7 +154,8 @@ class Mirror:
         """Take out the coldest rows whose extents are worth ``excess`` bytes; may be too few."""
         victims: list[Row] = []
         with self.lock:
-            kept = protected | {key_of(each).digest for each in self.pinned}
+            pinned = (_key(each) for each in self.pinned)
+            kept = protected | {key.digest for key in pinned if key is not None}
             before = self.bytes_used
             while before - self.bytes_used < excess:
                 entry = self._catalogue.pop_victim(kept, tenant)
@@ -196,7 +203,7 @@ class Mirror:
     def reset(
         self,
         rows: dict[bytes, bytes],
-        expiries: dict[bytes, bytes],
+        expiries: dict[bytes, int],
         pins: Iterable[bytes],
         last_id: EventId,
     ) -> None:
@@ -210,7 +217,7 @@ class Mirror:
                 self._put(name, packed)
             for extent, expires in expiries.items():
                 if extent in self.held:
-                    self.held[extent].expires_ms = int(expires)
+                    self.held[extent].expires_ms = expires
 
     def _apply(self, event: Event, *, own: bool) -> None:
         for name, value in event.pairs:
@@ -241,7 +248,8 @@ class Mirror:
             self.pinned.discard(name)
 
     def _row(self, name: bytes) -> Row | None:
-        entry = self._catalogue.find(self._identity, key_of(name))
+        key = _key(name)
+        entry = None if key is None else self._catalogue.find(self._identity, key)
         return entry if isinstance(entry, Row) else None
 
     def _put(self, name: bytes, packed: bytes) -> None:
@@ -251,10 +259,11 @@ class Mirror:
                 return
             self._remove(old)
         try:
-            place, key = Place.unpack(packed), key_of(name)
-        except (TransferFailed, ValueError):
+            key, place = row_of(name, packed)
+        except TransferFailed:
             self.passed_over.add(name)  # of another version: nothing that this one can read
             return
+        self.passed_over.discard(name)
         held = self.held.get(place.extent)
         if held is None:
             held = Held(place.extent, next(self._numbers), place.extent_bytes, key.tenant)
@@ -303,6 +312,14 @@ class Mirror:
         self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + change
         if not self.tenant_bytes[tenant]:  # a gauge of nobody
             del self.tenant_bytes[tenant]
+
+
+def _key(name: bytes) -> ObjectKey | None:
+    """The object that a field names; None: another version's."""
+    try:
+        return key_of(name)
+    except TransferFailed:
+        return None
 
 
 def _age(item: tuple[bytes, bytes]) -> tuple[bytes, int, int]:

@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from blake3 import blake3
 
 from dsv4_tierd.tiering.errors import TransferFailed
-from dsv4_tierd.tiering.store.codec import DIGEST_BYTES
+from dsv4_tierd.tiering.store.codec import DIGEST_BYTES, header_size
 from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind
+from dsv4_tierd.tiering.store.redis_replies import as_bytes, as_list, as_number, as_pairs, bad
+from dsv4_tierd.tiering.store.resp import Reply
 
 PREFIX = b"tierd:1:"
 IDENTITIES = PREFIX + b"identities"
@@ -41,6 +43,11 @@ _ROW = struct.Struct("<BBQQQQ32s")
 _ROW_VERSION = 1
 _ROW_VERSION_MIN = 1
 _NO_PARENT = bytes(DIGEST_BYTES)
+_KINDS = frozenset(int(kind) for kind in ObjectKind)
+_EXTENT_BYTES_MAX = 64 << 20  # of one with several records: writers stop far below
+
+EventId = tuple[int, int]
+BEGINNING: EventId = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +109,18 @@ def part_name(extent: bytes, part: int) -> bytes:
 
 
 def extent_of(key: bytes) -> tuple[bytes, int]:
-    """The extent that a value's key belongs to, and when it was named (ms, the server's clock)."""
+    """The extent that a value's key belongs to, and when it was named (ms, the server's clock).
+
+    Raises TransferFailed: it is no such key.
+    """
     extent = key.partition(b".")[0]
-    return extent, int(extent.rpartition(b":")[2].partition(b"-")[0], 16)
+    try:
+        born_ms = int(extent.rpartition(b":")[2].partition(b"-")[0], 16)
+    except ValueError:
+        born_ms = -1
+    if born_ms < 0 or not key.startswith(EXTENTS):
+        raise TransferFailed(f"not a value of an extent: {key!r:.60}")
+    return extent, born_ms
 
 
 def field_of(key: ObjectKey) -> bytes:
@@ -113,9 +129,14 @@ def field_of(key: ObjectKey) -> bytes:
 
 
 def key_of(field: bytes) -> ObjectKey:
-    """The object that a field names."""
+    """The object that a field names. Raises TransferFailed: none that this version knows."""
     end = 1 + DIGEST_BYTES
-    return ObjectKey(ObjectKind(field[0]), field[end:].decode(), field[1:end])
+    if len(field) < end or field[0] not in _KINDS:
+        raise TransferFailed(f"a catalogue field of {len(field)} bytes, kind {field[:1].hex()}")
+    try:
+        return ObjectKey(ObjectKind(field[0]), field[end:].decode(), field[1:end])
+    except UnicodeDecodeError:
+        raise TransferFailed("a catalogue field's tenant is not text") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +167,22 @@ class Place:
 
     @classmethod
     def unpack(cls, row: bytes) -> Place:
-        """Raises TransferFailed: not a row of this version."""
+        """Raises TransferFailed: not a row of this version, or one that cannot be.
+
+        Rows come without a checksum; sizes that a wrong bit made huge must not be believed.
+        """
         if len(row) <= _ROW.size or not _ROW_VERSION_MIN <= row[0] <= _ROW_VERSION:
             raise TransferFailed(f"a catalogue row of {len(row)} bytes, version {row[:1].hex()}")
         _, has_parent, extent_bytes, offset, size, payload_bytes, parent = _ROW.unpack_from(row)
-        if offset + size > extent_bytes or payload_bytes > size:
-            raise TransferFailed("a catalogue row contradicts itself")
         extent = row[_ROW.size :]
+        if (
+            offset + size > extent_bytes
+            or payload_bytes > size
+            or extent_bytes > max(size, _EXTENT_BYTES_MAX)
+            or has_parent != (parent != _NO_PARENT)
+            or not extent.startswith(EXTENTS)
+        ):
+            raise TransferFailed("a catalogue row contradicts itself")
         return cls(
             extent, extent_bytes, offset, size, payload_bytes, parent if has_parent else None
         )
@@ -160,6 +190,14 @@ class Place:
     def parts(self, value_bytes: int) -> int:
         """How many values the extent has."""
         return max(1, -(-self.extent_bytes // value_bytes))
+
+
+def row_of(field: bytes, row: bytes) -> tuple[ObjectKey, Place]:
+    """An object and its place. Raises TransferFailed: not a row of this version."""
+    key, place = key_of(field), Place.unpack(row)
+    if place.size - place.payload_bytes != header_size(key.tenant):
+        raise TransferFailed("a catalogue row's sizes are not those of a record")
+    return key, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,33 +217,125 @@ class Doom:
 
     @classmethod
     def parse(cls, field: bytes) -> Doom:
-        """The inverse of ``field``."""
+        """The inverse of ``field``. Raises ProtocolBroken."""
         extent, *numbers = field.split(b"|")
-        return cls(extent, *(int(number) for number in numbers))
+        if not extent.startswith(EXTENTS) or len(numbers) not in (1, 3):
+            raise bad("bytes that must go", field)
+        return cls(extent, *(as_number(number) for number in numbers))
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """One entry of the log. ``pairs``: rows by field, or ``x`` + extent with its expiry."""
 
-    id: tuple[int, int]
+    id: EventId
     verb: bytes
     pairs: list[tuple[bytes, bytes]]
 
 
-def event_id(text: bytes) -> tuple[int, int]:
-    """An entry's id as numbers, which order as the entries do."""
-    ms, _, number = text.partition(b"-")
-    return int(ms), int(number)
+def event_id(text: object) -> EventId:
+    """An entry's id as numbers, which order as the entries do. Raises ProtocolBroken."""
+    ms, _, number = as_bytes(text).partition(b"-")
+    return as_number(ms), as_number(number)
 
 
-def events_of(entries: list[object]) -> Iterator[Event]:
-    """Events from a reply of XREAD or XRANGE."""
-    for entry in entries:
-        assert isinstance(entry, list)
-        name, flat = entry
-        pairs = list(zip(flat[::2], flat[1::2], strict=True))
-        yield Event(event_id(name), pairs[0][1], pairs[1:])
+def id_or_none(text: object) -> EventId | None:
+    """The id of the entry that a change made; None: nothing changed. Raises ProtocolBroken."""
+    return event_id(text) if text != b"" else None
+
+
+def events_of(entries: object) -> list[Event]:
+    """Events of a stream's entries, in their order. Raises ProtocolBroken."""
+    found = []
+    for entry in as_list(entries):
+        parts = as_list(entry)
+        if len(parts) != 2:
+            raise bad("an entry of the log", parts)
+        pairs = as_pairs(parts[1])
+        if not pairs or pairs[0][0] != b"verb":
+            raise bad("an entry that begins with its verb", pairs[:1])
+        for name, value in pairs[1:]:
+            if name[:1] == b"x":
+                as_number(value)
+        found.append(Event(event_id(parts[0]), pairs[0][1], pairs[1:]))
+    return found
+
+
+def log_after(last: EventId, key: bytes) -> Callable[[Reply], list[Event]]:
+    """Reads what XREAD answers to "of ``key``, beyond ``last``"."""
+
+    def read(reply: Reply) -> list[Event]:
+        if reply is None:
+            return []
+        streams = as_list(reply)
+        named = as_list(streams[0]) if len(streams) == 1 else []
+        if len(named) != 2 or named[0] != key:
+            raise bad("one stream", streams)
+        before, found = last, events_of(named[1])
+        for event in found:
+            if event.id <= before:
+                raise bad("an entry beyond the last", event.id)
+            before = event.id
+        return found
+
+    return read
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What PUBLISH answers.
+
+    ``refused``: ``epoch``, ``parent`` (``missing`` is its field), or ``""``. ``rows``: of each
+    draft, as it stands in the catalogue.
+    """
+
+    refused: str
+    missing: bytes = b""
+    event: EventId | None = None
+    now_ms: int = 0
+    rows: Sequence[bytes] = ()
+
+    @classmethod
+    def reader(cls, count: int, parents: Collection[bytes]) -> Callable[[Reply], Published]:
+        """For ``count`` drafts that need ``parents``."""
+
+        def read(reply: Reply) -> Published:
+            verdict, *rest = as_list(reply) or [None]
+            if verdict == b"epoch" and not rest:
+                return cls("epoch")
+            if verdict == b"parent" and len(rest) == 1 and as_bytes(rest[0]) in parents:
+                return cls("parent", missing=as_bytes(rest[0]))
+            if verdict != b"ok" or len(rest) != count + 2:
+                raise bad("what publishing answers", verdict)
+            event, now_ms = id_or_none(rest[0]), as_number(rest[1])
+            return cls("", event=event, now_ms=now_ms, rows=[as_bytes(row) for row in rest[2:]])
+
+        return read
+
+
+def removed(count: int) -> Callable[[Reply], tuple[EventId | None, int, list[Doom]]]:
+    """Reads what REMOVE answers for ``count`` rows: the event, how many went, the doomed."""
+
+    def read(reply: Reply) -> tuple[EventId | None, int, list[Doom]]:
+        parts = as_list(reply)
+        gone = parts[1] if len(parts) >= 2 else None
+        if not isinstance(gone, int) or not 0 <= gone <= count or len(parts) - 2 > gone:
+            raise bad("what removing answers", parts[:2])
+        return id_or_none(parts[0]), gone, [Doom.parse(as_bytes(each)) for each in parts[2:]]
+
+    return read
+
+
+def pinned(fields: Sequence[bytes]) -> Callable[[Reply], tuple[EventId | None, bytes]]:
+    """Reads what PIN answers: the event, or the field that stands in the way."""
+
+    def read(reply: Reply) -> tuple[EventId | None, bytes]:
+        event, wrong = as_list(reply) if len(as_list(reply)) == 2 else (None, None)
+        if (event == b"") != (wrong in fields) or (event != b"" and wrong != b""):
+            raise bad("what pinning answers", reply)
+        return id_or_none(event), as_bytes(wrong)
+
+    return read
 
 
 # KEYS: epoch cat live meta pins doomed log. All scripts take all, so that a cluster routes them.

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
@@ -15,8 +15,21 @@ from dsv4_tierd.tiering.errors import PreconditionFailed, StoreUnavailable
 from dsv4_tierd.tiering.store.identity import StoreIdentity
 from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind, StoredObject
 from dsv4_tierd.tiering.store.redis_link import Link, OutOfMemory
-from dsv4_tierd.tiering.store.redis_mirror import BEGINNING, EventId, Held, Mirror, Row
+from dsv4_tierd.tiering.store.redis_mirror import Held, Mirror, Row
+from dsv4_tierd.tiering.store.redis_replies import (
+    as_bytes,
+    as_count,
+    as_flag,
+    as_number,
+    as_ok,
+    as_page,
+    as_pairs,
+    as_strings,
+    as_time_ms,
+    as_value,
+)
 from dsv4_tierd.tiering.store.redis_rows import (
+    BEGINNING,
     ERASE,
     FORGET,
     IDENTITIES,
@@ -28,12 +41,17 @@ from dsv4_tierd.tiering.store.redis_rows import (
     USE,
     Doom,
     Event,
+    EventId,
     Names,
     Place,
-    event_id,
+    Published,
     events_of,
     field_of,
+    id_or_none,
+    log_after,
     part_name,
+    pinned,
+    removed,
 )
 from dsv4_tierd.tiering.store.resp import Argument, Reply
 
@@ -58,6 +76,7 @@ class Shelf:
         self.names = Names(identity.hex())
         self.mirror = Mirror(identity)
         self._epoch = b""
+        self._garbled = 0  # of the link's wrong replies, those before the mirror was read
         self._following = threading.Lock()
         self._unsure: list[Doom] = []
 
@@ -70,32 +89,41 @@ class Shelf:
         names = self.names
         epoch = self._begin(identity)
         self._set_clock()
-        last = self.mirror.last_id
-        if epoch == self._epoch and last != BEGINNING:
+        last, garbled = self.mirror.last_id, self.link.garbled
+        if epoch == self._epoch and last != BEGINNING and garbled == self._garbled:
             text = b"%d-%d" % last
-            if self._probe(names.log, "XRANGE", names.log, text, text) and self._complete():
+            known = self._probe(names.log, "XRANGE", names.log, text, text, read=events_of)
+            if known and self._complete():
                 return False
         newest = self._newest()
-        rows = dict(self._scan(names.cat))
-        self.mirror.reset(
-            rows, dict(self._scan(names.meta)), (name for name, _ in self._scan(names.pins)), newest
-        )
-        self._epoch = epoch
+        rows = dict(self._scan(names.cat, as_bytes))
+        expiries = dict(self._scan(names.meta, as_number))
+        pins = [name for name, _ in self._scan(names.pins, as_bytes)]
+        self.mirror.reset(rows, expiries, pins, newest)
+        self._epoch, self._garbled = epoch, garbled
         return True
 
     def _begin(self, identity: StoreIdentity | None) -> bytes:
         """The catalogue's epoch, drawn where there is none. Writes nothing that is there."""
         names = self.names
         if identity is not None and not self._probe(
-            IDENTITIES, "HEXISTS", IDENTITIES, names.identity
+            IDENTITIES, "HEXISTS", IDENTITIES, names.identity, read=as_flag
         ):
             fields = json.dumps(identity.as_dict(), sort_keys=True)
-            self._probe(IDENTITIES, "HSETNX", IDENTITIES, names.identity, fields)
-        epoch = self._probe(names.epoch, "GET", names.epoch)
+            self._probe(IDENTITIES, "HSETNX", IDENTITIES, names.identity, fields, read=as_flag)
+        epoch = self._there()
         if epoch is None and identity is not None:
-            self._probe(names.epoch, "SET", names.epoch, os.urandom(16).hex(), "NX")
-            epoch = self._probe(names.epoch, "GET", names.epoch)
-        return epoch if isinstance(epoch, bytes) else b"none"
+            drawn = os.urandom(16).hex()
+            self._probe(names.epoch, "SET", names.epoch, drawn, "NX", read=as_value)
+            epoch = self._there()
+        return b"none" if epoch is None else epoch
+
+    def _there(self) -> bytes | None:
+        return self._probe(self.names.epoch, "GET", self.names.epoch, read=as_value)
+
+    def count(self, *, probe: bool = False) -> int:
+        """Rows of the server's catalogue. Raises StoreUnavailable."""
+        return self.link.call(self.names.cat, "HLEN", self.names.cat, read=as_count, probe=probe)
 
     def forget(self) -> None:
         """The next ``load`` reads everything anew."""
@@ -104,20 +132,21 @@ class Shelf:
     def _complete(self) -> bool:
         """Read the log to its end; whether the mirror is then as large as the catalogue."""
         self.catch_up(probe=True)
-        return self._probe(self.names.cat, "HLEN", self.names.cat) == self.mirror.seen
+        return self.count(probe=True) == self.mirror.seen
 
     def in_step(self) -> bool:
         """Whether the mirror and the server agree, as far as counting and the epoch tell."""
-        epoch = self._probe(self.names.epoch, "GET", self.names.epoch)
-        if (epoch or b"none") != self._epoch:
+        if (self._there() or b"none") != self._epoch:
             return False
         self._set_clock()
         before = self.mirror.last_id
         for pause_s in (0.0, 0.05, 0.1):  # a call may be between its two halves
             time.sleep(pause_s)
-            there = self._probe(self.names.cat, "HLEN", self.names.cat)
+            there, newest = self.count(probe=True), self._newest()
+            if newest < before:  # we believe an entry that is not there: we would wait for ever
+                return False
             # A change meanwhile proves nothing: the next look will tell.
-            if there == self.mirror.seen or self._newest() != before:
+            if there == self.mirror.seen or newest != before:
                 return True
         return False
 
@@ -128,38 +157,33 @@ class Shelf:
         """
         log = self.names.log
         while True:
+            last = self.mirror.last_id
             args: list[Argument] = ["XREAD", "COUNT", 256]
             if wait_s:
                 args += ["BLOCK", int(wait_s * 1000)]
-            args += ["STREAMS", log, b"%d-%d" % self.mirror.last_id]
-            reply = self.link.call(log, *args, wait_s=wait_s, probe=probe)
-            if not reply:
-                return
-            assert isinstance(reply, list) and isinstance(reply[0], list)
-            entries = reply[0][1]
-            assert isinstance(entries, list)
+            args += ["STREAMS", log, b"%d-%d" % last]
+            events = self.link.call(
+                log, *args, read=log_after(last, log), wait_s=wait_s, probe=probe
+            )
             with self._following:
-                for event in events_of(list(entries)):
+                for event in events:
                     self.mirror.follow(event)
-            if wait_s:
+            if wait_s or not events:
                 return
 
     def _newest(self) -> EventId:
-        reply = self._probe(self.names.log, "XREVRANGE", self.names.log, "+", "-", "COUNT", 1)
-        assert isinstance(reply, list)
-        return next((event.id for event in events_of(list(reply))), BEGINNING)
+        log = self.names.log
+        found = self._probe(log, "XREVRANGE", log, "+", "-", "COUNT", 1, read=events_of)
+        return found[0].id if found else BEGINNING
 
     def _set_clock(self) -> None:
-        reply = self._probe(self.names.epoch, "TIME")
-        assert isinstance(reply, list)
-        seconds, micros = (int(part) for part in reply if isinstance(part, bytes))
-        self.mirror.set_clock(seconds * 1000 + micros // 1000)
+        self.mirror.set_clock(self._probe(self.names.epoch, "TIME", read=as_time_ms))
 
-    def _scan(self, key: bytes) -> Iterator[tuple[bytes, bytes]]:
-        return scan_hash(self.link, key, probe=True)
+    def _scan(self, key: bytes, value: Callable[[bytes], _T]) -> Iterator[tuple[bytes, _T]]:
+        return scan_hash(self.link, key, value, probe=True)
 
-    def _probe(self, key: bytes, *args: Argument) -> Reply:
-        return self.link.call(key, *args, probe=True)
+    def _probe(self, key: bytes, *args: Argument, read: Callable[[Reply], _T]) -> _T:
+        return self.link.call(key, *args, read=read, probe=True)
 
     # ------------------------------------------------------------ bytes
     def write(self, extent: bytes, pieces: Sequence[memoryview | bytes]) -> None:
@@ -168,7 +192,7 @@ class Shelf:
         for part, span in enumerate(_cut(pieces, config.value_bytes)):
             name = part_name(extent, part)
             carried = sum(len(piece) for piece in span)
-            self.link.call(name, "SET", name, span, "EX", PROVISIONAL_S, size=carried)
+            self.link.call(name, "SET", name, span, "EX", PROVISIONAL_S, read=as_ok, size=carried)
 
     def keep(self, written: Iterable[Doom], begun: float) -> None:
         """Extents are about to be published: they last. Raises OutOfMemory: they are gone.
@@ -180,16 +204,16 @@ class Shelf:
             raise StoreUnavailable("writing took too long")
         names = [n for each in written for n in self._values(each.extent, each.extent_bytes)]
         self._lasting(names)
-        if not all(self.link.many([("EXISTS", name) for name in names])):
+        if not all(self.link.many([("EXISTS", name) for name in names], as_flag)):
             raise OutOfMemory("the server evicts what was just written")
 
     def _lasting(self, names: Sequence[bytes], *, for_good: bool = False) -> None:
         """Values last as long as the configuration says, from now on."""
         ttl_ms = int(self.link.config.ttl_s * 1000)
         if ttl_ms and not for_good:
-            self.link.many([("PEXPIRE", name, ttl_ms) for name in names])
+            self.link.many([("PEXPIRE", name, ttl_ms) for name in names], as_flag)
         else:
-            self.link.many([("PERSIST", name) for name in names])
+            self.link.many([("PERSIST", name) for name in names], as_flag)
 
     def _values(self, extent: bytes, size: int) -> list[bytes]:
         count = max(1, -(-size // self.link.config.value_bytes))
@@ -222,20 +246,23 @@ class Shelf:
         for group in batched(list(dooms), ROWS_PER_CALL):
             whole = [doom for doom in group if not doom.size]
             names = [n for doom in whole for n in self._values(doom.extent, doom.extent_bytes)]
-            self.link.many([("UNLINK", name) for name in names])
+            self.link.many([("UNLINK", name) for name in names], as_flag)
             for doom in group:
                 if doom.size:
                     self._erase(doom, value_bytes)
             doomed = self.names.doomed
-            self.link.call(doomed, "HDEL", doomed, *(doom.field for doom in group))
+            self.link.call(doomed, "HDEL", doomed, *(doom.field for doom in group), read=as_count)
 
     def discard_unused(self, dooms: Iterable[Doom]) -> None:
         """Remove extents that no row seems to point to.
 
         The server is asked again: what it said has no checksum, and may have come wrong.
         """
+        self.discard(doom for doom in dooms if not self._live(doom.extent))
+
+    def _live(self, extent: bytes) -> bool:
         live = self.names.live
-        self.discard(d for d in dooms if not self.link.call(live, "HEXISTS", live, d.extent))
+        return self.link.call(live, "HEXISTS", live, extent, read=as_flag)
 
     def _erase(self, doom: Doom, value_bytes: int) -> None:
         at, end = doom.offset, doom.offset + doom.size
@@ -243,7 +270,7 @@ class Shelf:
             part, start = divmod(at, value_bytes)
             count = min(value_bytes - start, end - at)
             name = part_name(doom.extent, part)
-            self.link.call(name, "EVAL", ERASE, 1, name, start, count)
+            self.link.call(name, "EVAL", ERASE, 1, name, start, count, read=as_flag)
             at += count
 
     def sweep(self) -> int:
@@ -251,9 +278,8 @@ class Shelf:
         while self._unsure:
             self.discard_unused(self._unsure[-1:])
             self._unsure.pop()
-        reply = self.link.call(self.names.doomed, "HKEYS", self.names.doomed)
-        assert isinstance(reply, list)
-        dooms = [Doom.parse(name) for name in reply if isinstance(name, bytes)]
+        doomed = self.names.doomed
+        dooms = self.link.call(doomed, "HKEYS", doomed, read=_dooms)
         self.discard(dooms)
         return len(dooms)
 
@@ -274,42 +300,32 @@ class Shelf:
             name = field_of(draft.item.key)
             fields.append(name)
             args += [name, draft.place.pack(), needed_parent(draft.item), draft.place.extent]
-        reply = self._script(PUBLISH, args)
-        if reply[0] == b"epoch":
+        parents = {needed_parent(draft.item) for draft in drafts} - {b""}
+        done = self._script(PUBLISH, args, Published.reader(len(drafts), parents))
+        if done.refused == "epoch":
             self.link.trip("it was emptied")
             raise StoreUnavailable("the server was emptied meanwhile")
-        if reply[0] == b"parent":
-            missing = reply[1]
-            assert isinstance(missing, bytes)
+        if done.refused == "parent":
             self.catch_up()
-            self.mirror.forget(missing)
-            raise PreconditionFailed(f"the page before is not stored: {missing[1:9].hex()}…")
-        _, event, now, *rows = reply
-        assert isinstance(event, bytes) and isinstance(now, bytes)
-        self.mirror.set_clock(int(now))
-        self._led(event, b"put", fields, drafts, rows, int(now) + ttl_ms if ttl_ms else 0)
+            self.mirror.forget(done.missing)
+            raise PreconditionFailed(f"the page before is not stored: {done.missing[1:9].hex()}…")
+        self.mirror.set_clock(done.now_ms)
+        self._led(done, fields, drafts, done.now_ms + ttl_ms if ttl_ms else 0)
         mine = {draft.place.pack(): draft.place.extent for draft in drafts}
-        return {mine[row] for row in rows if isinstance(row, bytes) and row in mine}
+        return {mine[row] for row in done.rows if row in mine}
 
     def _led(
-        self,
-        event: bytes,
-        verb: bytes,
-        fields: Sequence[bytes],
-        drafts: Sequence[Draft],
-        rows: Sequence[Reply],
-        expires_ms: int,
+        self, done: Published, fields: Sequence[bytes], drafts: Sequence[Draft], expires_ms: int
     ) -> None:
         """Own rows into the mirror now; others' that were there before, too."""
         own: list[tuple[bytes, bytes]] = []
-        for name, draft, row in zip(fields, drafts, rows, strict=True):
-            assert isinstance(row, bytes)
-            if row == draft.place.pack() and event:
+        for name, draft, row in zip(fields, drafts, done.rows, strict=True):
+            if row == draft.place.pack() and done.event is not None:
                 own += [(name, row), (b"x" + draft.place.extent, b"%d" % expires_ms)]
             else:
                 self.mirror.adopt(name, row)
-        if own:
-            self.mirror.lead(Event(event_id(event), verb, own))
+        if own and done.event is not None:
+            self.mirror.lead(Event(done.event, b"put", own))
 
     def remove(self, rows: Sequence[Row], *, erase: bool) -> int:
         """Rows out of the catalogue and their bytes off the servers; how many rows went.
@@ -328,12 +344,11 @@ class Shelf:
         for name, packed, place in changes:
             span = b"|%d|%d" % (place.offset, place.size) if erase else b""
             args += [name, packed, place.extent, b"|%d" % place.extent_bytes, span]
-        event, gone, *doomed = self._script(REMOVE, args)
-        assert isinstance(event, bytes) and isinstance(gone, int)
-        if event:
+        event, gone, doomed = self._script(REMOVE, args, removed(len(changes)))
+        if event is not None:
             pairs = [(name, packed) for name, packed, _ in changes]
-            self.mirror.lead(Event(event_id(event), b"del", pairs))
-        self.discard(Doom.parse(name) for name in doomed if isinstance(name, bytes))
+            self.mirror.lead(Event(event, b"del", pairs))
+        self.discard(doomed)
         return gone
 
     def use(self, held: Iterable[Held]) -> None:
@@ -346,46 +361,45 @@ class Shelf:
                     names = [n for each in group for n in self._values(each.name, each.byte_count)]
                     self._lasting(names, for_good=last)
                 args: list[Argument] = [LOG_EVENTS_MAX, 0 if last else ttl_ms]
-                self._script_one(USE, [*args, *(each.name for each in group)])
+                self._script(USE, [*args, *(each.name for each in group)], id_or_none)
 
     def pin(self, fields: Sequence[bytes], *, on: bool) -> bytes:
         """Set or take pins, all or none; the field that stands in the way, or nothing."""
         verb = "pin" if on else "unpin"
-        event, wrong = self._script(PIN, [LOG_EVENTS_MAX, verb, *fields])
-        assert isinstance(event, bytes) and isinstance(wrong, bytes)
-        if event:
-            self.mirror.lead(Event(event_id(event), verb.encode(), [(f, b"1") for f in fields]))
+        event, wrong = self._script(PIN, [LOG_EVENTS_MAX, verb, *fields], pinned(fields))
+        if event is not None:
+            self.mirror.lead(Event(event, verb.encode(), [(f, b"1") for f in fields]))
         return wrong
 
     def forget_identity(self) -> bool:
         """Remove a catalogue that holds nothing; False: it holds something."""
-        return self._script_one(FORGET, []) == 1
+        return self._script(FORGET, [], as_flag)
 
-    def _script(self, script: str, args: Sequence[Argument]) -> list[Reply]:
-        reply = self._script_one(script, args)
-        assert isinstance(reply, list)
-        return reply
-
-    def _script_one(self, script: str, args: Sequence[Argument]) -> Reply:
+    def _script(self, script: str, args: Sequence[Argument], read: Callable[[Reply], _T]) -> _T:
         keys = self.names.all()
-        return self.link.call(self.names.cat, "EVAL", script, len(keys), *keys, *args)
+        return self.link.call(self.names.cat, "EVAL", script, len(keys), *keys, *args, read=read)
 
 
-def scan_hash(link: Link, key: bytes, *, probe: bool = False) -> Iterator[tuple[bytes, bytes]]:
-    """A hash's fields and values, without blocking the server for long."""
+def scan_hash(
+    link: Link, key: bytes, value: Callable[[bytes], _T], *, probe: bool = False
+) -> Iterator[tuple[bytes, _T]]:
+    """A hash's fields, and what ``value`` reads of theirs, without blocking the server for long."""
+
+    def read(reply: Reply) -> tuple[bytes, list[tuple[bytes, _T]]]:
+        after, flat = as_page(reply)
+        return after, [(name, value(each)) for name, each in as_pairs(flat)]
+
     cursor = b"0"
     while True:
-        reply = link.call(key, "HSCAN", key, cursor, "COUNT", _SCAN_COUNT, probe=probe)
-        assert isinstance(reply, list)
-        after, flat = reply
-        assert isinstance(after, bytes) and isinstance(flat, list)
-        names, values = flat[::2], flat[1::2]
-        for name, value in zip(names, values, strict=True):
-            assert isinstance(name, bytes) and isinstance(value, bytes)
-            yield name, value
-        if after == b"0":
+        args: list[Argument] = ["HSCAN", key, cursor, "COUNT", _SCAN_COUNT]
+        cursor, pairs = link.call(key, *args, read=read, probe=probe)
+        yield from pairs
+        if cursor == b"0":
             return
-        cursor = after
+
+
+def _dooms(reply: Reply) -> list[Doom]:
+    return [Doom.parse(name) for name in as_strings(reply)]
 
 
 def needed_parent(item: StoredObject) -> bytes:

@@ -98,6 +98,11 @@ class Wire:
         self._end_of_bulk(deadline)
         return size
 
+    def check_end(self) -> None:
+        """Raises ProtocolBroken: more has come than was asked for, so something came wrong."""
+        if self._start != self._end:
+            raise ProtocolBroken(f"{self._end - self._start} bytes more than the reply")
+
     def _send(self, args: Sequence[Argument], deadline: float) -> None:
         self._write(list(_pieces(args)), deadline)
 
@@ -125,7 +130,7 @@ class Wire:
         kind, rest = line[:1], line[1:]
         if kind == b"+":
             return rest
-        if kind == b"-":
+        if kind == b"-" and depth == 0:  # within a list it would leave the rest unread
             raise ReplyError(rest.decode(errors="replace"))
         if kind == b":":
             return _number(rest)

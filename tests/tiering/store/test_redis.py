@@ -20,6 +20,7 @@ from dsv4_tierd.tiering.errors import (
 from dsv4_tierd.tiering.store import redis_keeper
 from dsv4_tierd.tiering.store.protocol import ObjectKind
 from dsv4_tierd.tiering.store.redis import RedisStore
+from dsv4_tierd.tiering.store.redis_replies import as_bytes, as_count, as_flag, as_ok, as_strings
 from redis_cases import PATIENT_S, eventually, open_redis
 from redis_servers import BINARIES
 from store_cases import IDENTITY, chain, digest, page, present, read, resume, tail
@@ -262,15 +263,15 @@ def test_gc_removes_what_nobody_knows(url: str) -> None:
     row = store.shelf.mirror.find(items[-1].key)
     assert row is not None
     name = store.shelf.names.extent(items[0].key, store.shelf.mirror.now_ms())
-    store.link.call(name, "SET", name, b"x" * 1000)
+    store.link.call(name, "SET", name, b"x" * 1000, read=as_ok)
     lost = row.place.extent
-    store.link.call(lost, "UNLINK", lost)
+    store.link.call(lost, "UNLINK", lost, read=as_flag)
     assert store.gc().segments_compacted == 0
-    assert store.link.call(name, "EXISTS", name) == 1
+    assert store.link.call(name, "EXISTS", name, read=as_flag)
     report = store.gc(grace_s=-1)
     assert report.segments_compacted == 1
     assert report.bytes_after < report.bytes_before
-    assert store.link.call(name, "EXISTS", name) == 0
+    assert not store.link.call(name, "EXISTS", name, read=as_flag)
     assert not any(row.place.extent == lost for row in store.shelf.mirror.rows())
     assert store.verify().bad == ()
     store.close()
@@ -290,8 +291,8 @@ def test_maintenance_without_an_identity(url: str) -> None:
     assert care.gc().segments_compacted == 0
     assert care.delete_tenant("") == 8
     care.gc()
-    names = care.shelf.link.call(b"tierd:1:identities", "HKEYS", b"tierd:1:identities")
-    assert names == []
+    key = b"tierd:1:identities"
+    assert care.shelf.link.call(key, "HKEYS", key, read=as_strings) == []
     care.close()
     store = open_redis(url)
     store.put(chain("a", 4))
@@ -307,9 +308,10 @@ def test_verify_finds_rot(url: str) -> None:
     row = store.shelf.mirror.find(items[2].key)
     assert row is not None
     at = row.place.offset + 3000
-    data = store.link.call(row.place.extent, "GETRANGE", row.place.extent, at, at)
-    assert isinstance(data, bytes)
-    store.link.call(row.place.extent, "SETRANGE", row.place.extent, at, bytes([data[0] ^ 4]))
+    data = store.link.call(row.place.extent, "GETRANGE", row.place.extent, at, at, read=as_bytes)
+    flipped = bytes([data[0] ^ 4])
+    where = row.place.extent
+    store.link.call(where, "SETRANGE", where, at, flipped, read=as_count)
     report = store.verify()
     assert len(report.bad) == 1
     assert items[2].key.digest.hex()[:16] in report.bad[0]
