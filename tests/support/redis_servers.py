@@ -104,15 +104,6 @@ class Server:
         raise AssertionError("the server does not answer")
 
     def _answers(self) -> bool:
-        if "tls_port" in self.options:  # there is no other port to ask
-            with (
-                contextlib.suppress(OSError),
-                socket.create_connection(
-                    ("127.0.0.1", int(str(self.options["tls_port"]))), timeout=1
-                ),
-            ):
-                return True
-            return False
         with contextlib.suppress(redis.RedisError), self.client as client:
             return bool(client.ping())
         return False

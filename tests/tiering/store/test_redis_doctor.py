@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 import redis_servers
 from dsv4_tierd.tiering.errors import StoreUnavailable
 from dsv4_tierd.tiering.store.redis_config import RedisConfig
 from dsv4_tierd.tiering.store.redis_doctor import check_server
-from redis_cases import open_redis
+from redis_cases import SLACK_S, open_redis
 from redis_servers import Server
 from store_cases import page, read
 
@@ -70,8 +72,13 @@ def test_a_user_without_config() -> None:
         store.close()
 
 
-def test_a_server_that_is_away_is_an_error() -> None:
-    """And not a clean bill of health."""
-    config = RedisConfig(f"redis://127.0.0.1:{redis_servers.free_port()}", 1 << 20)
-    with pytest.raises(StoreUnavailable):
-        check_server(config)
+@pytest.mark.parametrize(
+    "url", ["redis://{}", "redis+cluster://{}", "redis+sentinel://{},{}/main?sentinel_password=x"]
+)
+def test_a_server_that_is_away_is_an_error(url: str) -> None:
+    """And not a clean bill of health; nobody is asked over and over."""
+    dead = f"127.0.0.1:{redis_servers.free_port()}"
+    begun = time.monotonic()
+    with pytest.raises(StoreUnavailable, match=f"(?si){dead}.*connection"):
+        check_server(RedisConfig(url.format(dead, dead), 1 << 20))
+    assert time.monotonic() - begun < 1 + SLACK_S

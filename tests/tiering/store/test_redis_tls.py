@@ -5,19 +5,24 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 import redis_servers
 from dsv4_tierd.tiering.errors import StoreUnavailable
 from redis_cases import DEADLINE_S, SLACK_S, eventually, open_hasty, open_redis
+from redis_servers import Server
 from store_cases import chain, page, present, read
 from tls_front import TlsFront, certificate
 
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not here"
 )
+
+SECRET = "s3:cr@t/#%"  # noqa: S105 of servers that end with the test
 
 
 @pytest.fixture
@@ -51,6 +56,49 @@ def test_it_works_over_tls(front: tuple[TlsFront, Path]) -> None:
     assert read(store, items[0]) == items[0].payload
     for each in (store, other):
         each.close()
+
+
+def test_a_password_and_a_database_over_tls(tmp_path: Path) -> None:
+    """rediss:// with both: what is stored is in that database, and nowhere else."""
+    key, cert = certificate(tmp_path)
+    with Server(requirepass=SECRET) as server, closing(TlsFront(server.port, key, cert)) as tls:
+        quoted = quote(SECRET, safe="")
+        store = open_redis(f"rediss://:{quoted}@127.0.0.1:{tls.port}/3?ssl_ca_certs={cert}")
+        store.put(chain("a", 3))
+        assert read(store, page("a0")) == page("a0").payload
+        with server.client as client:
+            assert client.info("keyspace").keys() == {"db3"}
+        store.close()
+
+
+def test_sentinel_over_tls_with_passwords(tmp_path: Path) -> None:
+    """One password for the Sentinels and one for the master, which it names by its TLS port."""
+    key, cert = certificate(tmp_path)
+    conf = tmp_path / "sentinel.conf"
+    with Server(requirepass=SECRET) as server, closing(TlsFront(server.port, key, cert)) as tls:
+        # It cannot speak TLS itself, and does not mind for that long.
+        conf.write_text(
+            f"sentinel monitor main 127.0.0.1 {tls.port} 1\n"
+            "sentinel down-after-milliseconds main 600000\n"
+        )
+        with (
+            Server(prefix=[str(conf), "--sentinel"], requirepass="second") as sentinel,
+            closing(TlsFront(sentinel.port, key, cert)) as front,
+        ):
+            trusted = f"ssl_ca_certs={cert}&sentinel_ssl_ca_certs={cert}"
+            url = f"rediss+sentinel://:{quote(SECRET, safe='')}@127.0.0.1:{front.port}/main/2"
+            store = open_redis(f"{url}?sentinel_password=second&{trusted}")
+            assert store.link.down_reason is None
+            store.put(chain("a", 3))
+            assert read(store, page("a0")) == page("a0").payload
+            with server.client as client:
+                assert client.info("keyspace").keys() == {"db2"}
+            store.close()
+            wrong = open_redis(f"{url}?sentinel_password=thirds&{trusted}")
+            assert wrong.link.down_reason is not None
+            assert "wrong user name or password" in wrong.link.down_reason
+            assert "thirds" not in wrong.link.down_reason
+            wrong.close()
 
 
 def test_an_unknown_certificate_is_refused(front: tuple[TlsFront, Path]) -> None:

@@ -36,6 +36,31 @@ def test_a_slot_that_moved_is_found() -> None:
     store.close()
 
 
+def test_a_cluster_with_a_password_whose_first_node_is_dead() -> None:
+    """The next one that the URL names is asked; a wrong password is said, and not shown."""
+    cluster = redis_servers.emptied_cluster()
+    dead = redis_servers.free_port()
+    hosts = ",".join(f"127.0.0.1:{port}" for port in (dead, *(n.port for n in cluster.nodes)))
+    clients = [node.client for node in cluster.nodes]  # open: without the password
+    try:
+        for client in clients:
+            client.config_set("requirepass", "s3:cr@t")
+        store = open_redis(f"redis+cluster://:s3%3Acr%40t@{hosts}")
+        store.put(chain("a", 6))
+        assert read(store, page("a0")) == page("a0").payload
+        store.close()
+        wrong = open_redis(f"redis+cluster://:nopenope@{hosts}")
+        assert wrong.link.down_reason is not None
+        assert "wrong user name or password" in wrong.link.down_reason
+        assert "nopenope" not in wrong.link.down_reason
+        wrong.close()
+    finally:
+        for client in clients:
+            client.execute_command("AUTH", "s3:cr@t")
+            client.config_set("requirepass", "")
+            client.close()
+
+
 def _row(store: RedisStore, key: ObjectKey):
     row = store.shelf.mirror.find(key)
     assert row is not None
