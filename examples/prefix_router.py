@@ -71,16 +71,23 @@ class Call:
 async def read_call(request: web.Request) -> Call:
     """What is neither octets nor a JSON object is for the daemon to refuse."""
     data, body = await request.read(), {}
-    if request.content_type != OCTETS:
+    octets = is_octets(request)
+    if not octets:
         with suppress(ValueError):
             body = json.loads(data or b"{}")
         body = body if isinstance(body, dict) else {}
-    words, kind = (data, OCTETS) if request.content_type == OCTETS else words_of(body)
+    words, kind = (data, OCTETS) if octets else words_of(body)
     salt = body.get("cache_salt") or request.headers.get("X-Cache-Salt")
     salt = str(salt or request.query.get("cache_salt") or "")
     asking = {k: request.headers[k] for k in ("Authorization", "x-api-key") if k in request.headers}
     asking |= {"Content-Type": kind} | ({"X-Cache-Salt": salt} if salt else {})
     return Call(request, data, words, salt, place_of(request, body), asking)
+
+
+def is_octets(request: web.Request) -> bool:
+    """Only when it says so: aiohttp's ``content_type`` is octets where there is none."""
+    said, _, _ = request.headers.get("Content-Type", "").partition(";")
+    return said.strip().lower() == OCTETS
 
 
 def words_of(body: dict[str, Any]) -> tuple[bytes, str]:
@@ -185,10 +192,15 @@ class Router:
         """A daemon's answer. None, and nothing was done: it is not reached, or it is a 404."""
         request = call.request
         headers = {k: v for k, v in request.headers.items() if k.lower() not in NOT_FORWARDED}
+        sent = io.BytesIO(call.data) if call.data else None
         self._urls.sort(key=url.__eq__)  # it is the last one now
         try:
             async with self._http.request(
-                request.method, url + request.path_qs, data=io.BytesIO(call.data), headers=headers
+                request.method,
+                url + request.path_qs,
+                data=sent,
+                headers=headers,
+                skip_auto_headers=["Content-Type"],  # what has no type stays without one
             ) as answer:
                 if only_if_there and answer.status == 404:
                     return None

@@ -377,6 +377,16 @@ async def test_with_real_daemons(tmp_path: Path) -> None:
                 homes = {answer.headers["X-Routed-To"]}
             async with http.get(router.make_url(f"/v1/operations/{operation}")) as answer:
                 assert (answer.status, {answer.headers["X-Routed-To"]}) == (200, homes)
+            for path in ("/v1/models", "/metrics", "/v1/tiers"):  # none says a Content-Type
+                async with http.get(router.make_url(path)) as answer:
+                    assert answer.status == 200, await answer.text()
+            untyped = {"data": b'{"token_ids": [5, 6]}', "skip_auto_headers": ["Content-Type"]}
+            async with http.post(router.make_url("/v1/prefixes/lookup"), **untyped) as answer:
+                assert (await answer.json())["prompt_tokens"] == 2
+            async with http.get(router.make_url("/v1/nothing")) as answer:
+                assert (answer.status, answer.headers["X-Routed-To"] != "") == (404, True)
+            async with http.post(router.make_url("/v1/completions"), json={"prompt": 1}) as answer:
+                assert answer.status == 400
             async with http.get(router.make_url("/v1/sessions?limit=9")) as answer:
                 assert [each["id"] for each in (await answer.json())["data"]] == ["chat", "made"]
         await router.close()
