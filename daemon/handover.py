@@ -89,7 +89,7 @@ async def _taken(service: Service, session: Session) -> tuple[SessionRecord, int
         raise SessionNotFound(f"there is no session {session.id!r}")
     await service.shared.take(session)
     found = await service.shared.read(session)
-    if found is None:
+    if found is None or found[0].deleted:
         raise SessionNotFound(f"there is no session {session.id!r}, here or in the shared store")
     if found[0].ttl_s is not None and found[0].used_s + found[0].ttl_s <= time.time():
         raise SessionExpired(f"session {session.id!r} has expired")
@@ -99,7 +99,8 @@ async def _taken(service: Service, session: Session) -> tuple[SessionRecord, int
 async def catch_up(service: Service, session: Session) -> None:
     """Claim a session, with the words that it got elsewhere, if it went on there.
 
-    Raises SessionBusy (a daemon owns it), TransferFailed, StoreUnavailable.
+    Raises SessionBusy (a daemon owns it), SessionNotFound (it was deleted elsewhere),
+    TransferFailed, StoreUnavailable.
     """
     await service.shared.claim(session, newer_is_fine=True)
     if not service.shared.owns(session):
@@ -108,6 +109,9 @@ async def catch_up(service: Service, session: Session) -> None:
     if found is None or found[1] <= session.record.shared_version:
         return
     record, version = found
+    if record.deleted:
+        await service.shared.release(session)
+        raise service.shared.was_deleted(session, record)
     mine = session.transcript
     common = common_bytes(mine.read(), record.token_ids) // ID_BYTES
     if common < mine.length:

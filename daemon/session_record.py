@@ -27,7 +27,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """A session as it was suspended. Times are Unix seconds; ``token_ids`` int32 LE bytes.
 
     ``holder``: the daemon that wrote it. ``tail_key``: of the stored tail. ``identity``: hex, of
-    weights and formats: a record is found under it alone, and says it again.
+    weights and formats: a record is found under it alone, and says it again. ``deleted``: no words
+    are left, and none that another daemon still has are to be used.
     """
 
     identity: str
@@ -44,6 +45,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     turn: str = "none"
     tail_key: bytes | None = None
     write_policy: str = ""
+    deleted: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()

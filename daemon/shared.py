@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
 
+from msgspec.structs import replace
+
 from dsv4_tierd.daemon.session_record import (
     HEAD_BYTES,
     SessionRecord,
@@ -33,6 +35,7 @@ from dsv4_tierd.tiering.errors import (
     PreconditionFailed,
     SessionBusy,
     SessionExists,
+    SessionNotFound,
     StoreUnavailable,
     TransferFailed,
 )
@@ -50,6 +53,7 @@ log = logging.getLogger("dsv4_tierd.daemon")
 T = TypeVar("T")
 CALLS_MAX = 8
 RECORD_GRACE_S = 3600.0  # a record outlives its session, so that the name stays "expired"
+TOMBSTONE_S = 7 * 86_400.0  # so long other daemons learn that a session was deleted
 
 
 class SharedSessions:
@@ -69,6 +73,7 @@ class SharedSessions:
         self.holder = holder
         self.lost: Callable[[Session], None] = lambda _session: None
         self._server, self._ttl_s, self._identity = server, ttl_s, identity
+        self.deleted_elsewhere: set[Session] = set()  # what is left of them here is to go
         self._claimed: dict[str, Session] = {}
         if server is not None:
             self._loop = asyncio.get_running_loop()
@@ -111,7 +116,8 @@ class SharedSessions:
         """Own a session of this daemon from now on; at once if it is held already.
 
         Raises SessionBusy (another daemon owns it), PreconditionFailed (it went on elsewhere),
-        StoreUnavailable (it was given up, and whether another took it cannot be asked now).
+        SessionNotFound (it was deleted elsewhere), StoreUnavailable (it was given up, and whether
+        another took it cannot be asked now).
         """
         if not self.applies(session) or self.owns(session):
             return
@@ -127,12 +133,23 @@ class SharedSessions:
                 f"another daemon may have it ({error.message})"
             ) from error
         if newest > version and not newer_is_fine:
-            record = await self.read(session)
-            if record is not None and record[0].token_ids != session.transcript.read():
+            found = await self.read(session)
+            if found is not None and (
+                found[0].deleted or found[0].token_ids != session.transcript.read()
+            ):
                 await self._call(self._leases.release, lease)
                 self._let_go(session)
-                raise _went_on(session, record[0])
+                if found[0].deleted:
+                    raise self.was_deleted(session, found[0])
+                raise _went_on(session, found[0])
         self._keep(session, lease)
+
+    def was_deleted(self, session: Session, record: SessionRecord) -> SessionNotFound:
+        """What one is told who asks for it; this daemon's own words of it are to go."""
+        self.deleted_elsewhere.add(session)
+        return SessionNotFound(
+            f"session {session.id!r} was deleted at the daemon {record.holder!r}"
+        )
 
     async def claim_new(self, session: Session) -> None:
         """Own a name that is to be new. Raises SessionExists: it is another daemon's, or stored."""
@@ -140,7 +157,8 @@ class SharedSessions:
             return
         try:
             lease = await self._acquire(session)
-            if version_of(await self._head(session)):
+            there = version_of(await self._head(session)) and await self.read(session)
+            if there and not there[0].deleted:
                 await self._call(self._leases.release, lease)
                 raise SessionExists(
                     f"session {session.id!r} is in the shared store: resume it", param="id"
@@ -230,16 +248,31 @@ class SharedSessions:
             raise TransferFailed(f"the record of session {session.id!r} is of another")
         return record, version
 
-    async def forget(self, session: Session) -> None:
-        """Remove the record and the claim, which the caller holds. Raises StoreUnavailable."""
+    async def forget(self, session: Session, *, deleted: bool) -> None:
+        """Remove the record and the claim, which the caller holds. Raises StoreUnavailable.
+
+        ``deleted``: where other daemons may have words of it, a record without any tells them.
+        """
         lease = session.lease
         if lease is not None:
             try:
-                await self._call(self._leases.forget, lease)
+                if deleted and session.record.shared_version:
+                    await self._call(self._leases.write, lease, *await self._tombstone(session))
+                    await self._call(self._leases.release, lease)
+                else:
+                    await self._call(self._leases.forget, lease)
             except StoreUnavailable:
                 if session.record.shared_version:
                     raise
             self._let_go(session)
+
+    async def _tombstone(self, session: Session) -> tuple[bytes, float]:
+        newest = version_of(await self._head(session))
+        version = max(newest, session.record.shared_version) + 1
+        record = replace(
+            self._record_of(session, None), token_ids=b"", metadata={}, ttl_s=None, deleted=True
+        )
+        return encode(record, version), TOMBSTONE_S
 
     def _record_of(self, session: Session, tail_key: bytes | None) -> SessionRecord:
         record, identity = session.record, self._identity()

@@ -35,6 +35,7 @@ from dsv4_tierd.tiering.errors import (
     NotPinned,
     PreconditionFailed,
     SessionBusy,
+    SessionNotFound,
     TierError,
 )
 
@@ -261,15 +262,18 @@ def first_private_block(mine: Transcript, others: Sequence[Transcript]) -> int:
     return shared // BLOCK_TOKENS
 
 
-async def close(service: Service, session: Session, *, expired: bool = False) -> None:
+async def close(
+    service: Service, session: Session, *, expired: bool = False, elsewhere: bool = False
+) -> None:
     """Delete a session, and every cached and stored byte that was its alone.
 
-    One that has expired here and went on at another daemon is forgotten here only.
+    One that has expired here and went on at another daemon, or was deleted ``elsewhere``, is
+    forgotten here only.
     Raises SessionBusy, EngineRestarting (it has computed something, and the engine is away).
     """
     with session.taken(SessionState.CLOSING):
         record = session.record
-        is_mine = await _claimed_to_close(service, session, expired)
+        is_mine = not elsewhere and await _claimed_to_close(service, session, expired)
         if record.transcript.length or record.tail_key is not None:
             bridge = service.worker.bridge()
             others = [
@@ -290,11 +294,12 @@ async def close(service: Service, session: Session, *, expired: bool = False) ->
         else:  # it has no words, and the engine may have been asked about it
             service.forget_in_worker(session)
         if is_mine:
-            await service.shared.forget(session)
+            await service.shared.forget(session, deleted=not expired)
         kept = service.journal.queue([Deleted(uid=session.uid, expired=expired)])
         kept.add_done_callback(
             lambda done: _closed(service, session, expired) if done.exception() is None else None
         )
+        service.shared.deleted_elsewhere.discard(session)
         await asyncio.shield(kept)
 
 
@@ -302,7 +307,7 @@ async def _claimed_to_close(service: Service, session: Session, expired: bool) -
     """Whether it is this daemon's to delete. Raises SessionBusy, unless it expired here."""
     try:
         await service.shared.claim(session, newer_is_fine=not expired)
-    except (SessionBusy, PreconditionFailed):
+    except (SessionBusy, PreconditionFailed, SessionNotFound):
         if not expired:
             raise
         return False
@@ -315,7 +320,7 @@ def _closed(service: Service, session: Session, expired: bool) -> None:
 
 
 async def sweep(service: Service) -> None:
-    """For ever: end what has outlived its time to live."""
+    """For ever: end what has outlived its time to live, or was deleted at another daemon."""
     while True:
         await asyncio.sleep(SWEEP_S)
         for session in service.shared.adrift():
@@ -325,7 +330,9 @@ async def sweep(service: Service) -> None:
             if session.is_busy or session.uid not in service.journal.ledger.records:
                 continue
             with contextlib.suppress(TierError):  # away or busy now: the next round tries again
-                if (session.expires_s or math.inf) <= now_s:
+                if session in service.shared.deleted_elsewhere:
+                    await close(service, session, elsewhere=True)
+                elif (session.expires_s or math.inf) <= now_s:
                     await close(service, session, expired=True)
                 elif (session.record.pinned_until_s or math.inf) <= now_s:
                     await unpin(service, session)

@@ -12,7 +12,7 @@ import pytest
 
 import redis_servers
 from daemon_harness import Daemon, expected, run_daemon
-from dsv4_tierd.daemon import verbs
+from dsv4_tierd.daemon import session_record, verbs
 from dsv4_tierd.daemon.sessions import SessionState
 from proxy import Fault, Proxy
 
@@ -144,9 +144,51 @@ async def test_a_deleted_session_is_deleted_for_all(pair: Pair) -> None:
     await a.ok("DELETE", "/v1/sessions/s")
     assert (await refused(b, RESUME))[:2] == (404, "session_not_found")
     with pair.server.client as client:
-        assert not client.keys("tierd:1:lease:*record")
+        [record] = client.keys("tierd:1:lease:*record")
+        left, _ = session_record.decode(client.get(record))
+        assert (left.deleted, left.token_ids, left.metadata) == (True, b"", {})
+        assert 6 * 86_400 < client.ttl(record) <= 7 * 86_400
         assert not client.keys("tierd:1:lease:*by")
     await b.ok("POST", "/v1/sessions", {"id": "s"})
+    await generate(b, WORDS)
+    await b.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    await a.ok("POST", "/v1/sessions/s" + RESUME, {})
+    assert (await a.ok("GET", "/v1/sessions/s"))["tokens"] == len(WORDS) + 3
+
+
+@pytest.mark.parametrize("verb", ["resume", "generate", "rewind", "append"])
+async def test_older_words_of_a_deleted_session_are_not_used(pair: Pair, verb: str) -> None:
+    """B suspended it, A went on and deleted it: B says who did, and forgets its own words."""
+    a, b = await pair.start("a"), await pair.start("b")
+    await b.ok("POST", "/v1/sessions", {"id": "s"})
+    await generate(b, WORDS)
+    await b.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    await a.ok("POST", "/v1/sessions/s" + RESUME, {})
+    await generate(a, [7])
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    await a.ok("DELETE", "/v1/sessions/s")
+    body: Any = {"rewind": {"to": 1}, "generate": {"token_ids": [5], "max_tokens": 1}}.get(verb, {})
+    body = {"token_ids": [5]} if verb == "append" else body
+    status, code, message = await refused(b, f"/{verb}?wait=true", body)
+    assert (status, code) == (404, "session_not_found")
+    assert a.service.shared.holder in message
+    await b.until(lambda: not b.service.journal.ledger.records)
+    assert (await refused(b, "", None, "GET"))[:2] == (404, "session_not_found")
+    assert not b.service.shared.deleted_elsewhere
+    await b.ok("POST", "/v1/sessions", {"id": "s"})
+
+
+async def test_older_words_of_a_deleted_session_may_be_deleted(pair: Pair) -> None:
+    """Whoever still has some may delete it too, or make it anew elsewhere first."""
+    a, b = await pair.start("a"), await pair.start("b")
+    await b.ok("POST", "/v1/sessions", {"id": "s"})
+    await generate(b, WORDS)
+    await b.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    await a.ok("POST", "/v1/sessions/s" + RESUME, {})
+    await a.ok("DELETE", "/v1/sessions/s")
+    await b.ok("DELETE", "/v1/sessions/s")
+    assert (await refused(a, RESUME))[:2] == (404, "session_not_found")
+    await a.ok("POST", "/v1/sessions", {"id": "s"})
 
 
 async def test_a_daemon_that_starts_again_has_its_claims(
