@@ -165,7 +165,11 @@ def test_every_bit_of_a_row(parent: bytes | None) -> None:
             assert (found.parent is None) == (parent is None)
 
 
-@pytest.mark.parametrize("key", [b"other", EXTENTS + b"x", b"u" + EXTENT[1:], EXTENTS + b"a:-1-b"])
+@pytest.mark.parametrize(
+    "key",
+    [b"other", EXTENTS + b"x", b"u" + EXTENT[1:], EXTENTS + b"a:-1-b"],
+    ids=["other", "short", "elsewhere", "no time"],  # an extent's own name is another each time
+)
 def test_keys_that_are_no_extents(key: bytes) -> None:
     """They are told apart, so that they can be left alone."""
     assert extent_of(EXTENT + b".3") == (EXTENT, 1_790_000_000_000)
