@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -11,8 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
+from dsv4_tierd.daemon import cli, wire
+from dsv4_tierd.daemon.config import ServeConfig
 from dsv4_tierd.tiering import errors
+from dsv4_tierd.tiering.units import parse_bytes
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("kernels", "tiering", "engine", "daemon")
@@ -201,3 +208,65 @@ def test_documents_link_to_what_is_there(path: Path) -> None:
     for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", path.read_text()):
         if not re.match(r"[a-z]+:", target):
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def table_rows(name: str, cells: str) -> list[tuple[str, ...]]:
+    """The rows of a document's tables that begin with these cells."""
+    found = re.findall(rf"^\| {cells} \|", (ROOT / "docs" / name).read_text(), re.MULTILINE)
+    assert found
+    return found
+
+
+def test_the_api_document_has_every_route() -> None:
+    """Methods and paths in docs/API.md are those that the daemon registers."""
+    app = web.Application()
+    for path in sorted((ROOT / "daemon" / "routes").glob("[a-z]*.py")):
+        module = importlib.import_module(f"dsv4_tierd.daemon.routes.{path.stem}")
+        if hasattr(module, "add_routes"):
+            module.add_routes(app)
+    text = (ROOT / "docs" / "API.md").read_text()
+    written = set(re.findall(r"`(GET|POST|PUT|PATCH|DELETE) (/[^`?]*)`", text))
+    left = set(written)
+    for route in app.router.routes():
+        assert route.resource is not None
+        info = route.resource.get_info()
+        pattern = info.get("pattern") or re.compile(re.escape(info["path"]))
+        ours = {
+            (method, path)
+            for method, path in written
+            if method == route.method and pattern.fullmatch(path.replace("{id}", "x"))
+        }
+        assert ours or route.method == "HEAD", f"{route.method} {route.resource.canonical}"
+        left -= ours
+    assert not left, f"docs/API.md has routes that are not there: {left}"
+
+
+def test_the_api_document_has_every_field_and_code() -> None:
+    """Fields of our own bodies are named in docs/API.md; its codes and statuses are the tree's."""
+    text = (ROOT / "docs" / "API.md").read_text()
+    for body in wire.Body.__subclasses__() + wire.Input.__subclasses__():
+        for field in body.__struct_fields__:
+            assert f"`{field}`" in text, f"{body.__name__}.{field}"
+    written = table_rows("API.md", r"(\d{3}) \| `(\w+)`")
+    real = {(str(cls.status), code) for code, cls in errors.error_classes().items()}
+    assert sorted(written) == sorted(real)
+
+
+def test_the_configuration_document_has_every_setting() -> None:
+    """Keys, which are flags, and plain defaults in docs/CONFIGURATION.md are those of the code."""
+    rows = table_rows("CONFIGURATION.md", r"`(\w+)` \| (yes|no) \| ([^|]+)")
+    fields = {field.name: field for field in dataclasses.fields(ServeConfig)}
+    assert [name for name, _, _ in rows] == list(fields)
+    flags = inspect.signature(cli.serve).parameters
+    for name, is_flag, said in rows:
+        assert is_flag == ("yes" if name in flags else "no"), name
+        default = fields[name].default
+        if default is None or default is dataclasses.MISSING:
+            continue
+        text = said.strip("`")
+        if fields[name].metadata.get("size"):
+            assert parse_bytes(text) == default, name
+        elif isinstance(default, bool) or not isinstance(default, int | float):
+            assert text == str(default).lower(), name
+        else:
+            assert float(text) == default, name
