@@ -65,7 +65,7 @@ $(INSTALLED_LMCACHE): pyproject.toml
 	$(VENV_LMCACHE)/bin/pip install -q $(PIP_ARGS) -e '.[lmcache]' $(LMCACHE_DEV)
 	@touch $@
 
-install-lmcache: $(INSTALLED_LMCACHE)
+install-lmcache: $(INSTALLED_LMCACHE)  ## create $(VENV_LMCACHE), two gigabytes, for test-lmcache
 
 test-lmcache: $(INSTALLED_LMCACHE)  ## the tests that need LMCache, in $(VENV_LMCACHE)
 	$(VENV_LMCACHE)/bin/pytest -n $(WORKERS) --dist worksteal tests/tiering/store \
@@ -88,4 +88,5 @@ demo: $(INSTALLED)  ## agents on one long prefix: fork, suspend, kill, resume, c
 	$(BIN)/dsv4-tierd demo $(ARGS)
 
 clean:  ## remove what these verbs made
-	rm -rf $(VENV) $(VENV_LMCACHE) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_LMCACHE) build .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+		dsv4_tierd.egg-info
