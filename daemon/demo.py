@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dsv4_tierd.daemon.cli_ask import complain
 from dsv4_tierd.daemon.client import AsyncTierd, Session, StreamEvent
@@ -334,6 +335,13 @@ def table_of(steps: list[Step]) -> Table:
     return table
 
 
+def verdict_of(equal: bool) -> Text:
+    """The last line."""
+    if equal:
+        return Text("Every token equals the run with --tiering off.", "green")
+    return Text("The answers differ from the run with --tiering off.", "red")
+
+
 async def run_demo(plan: DemoPlan, *, as_json: bool, console: Console) -> int:
     """Exit code 0: every token was equal; 1: not, or the demo could not run; 130: interrupted.
 
@@ -365,12 +373,7 @@ async def run_demo(plan: DemoPlan, *, as_json: bool, console: Console) -> int:
     else:
         wide = console if console.is_terminal else Console(width=TABLE_COLUMNS)
         wide.print(table_of(steps))
-        verdict = (
-            "[green]Every token equals the run with --tiering off.[/green]"
-            if equal
-            else "[red]The answers differ from the run with --tiering off.[/red]"
-        )
-        console.print(verdict)
+        console.print(verdict_of(equal))
     return 0 if equal else 1
 
 
