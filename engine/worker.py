@@ -201,7 +201,7 @@ def main() -> None:
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
-        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when to stop
     sock = socket.socket(fileno=arguments.socket_fd)
