@@ -352,6 +352,9 @@ class Session:
         self._client = client
         self.info = info
 
+    def __repr__(self) -> str:
+        return f"<Session {self.id!r} {self.state}, {self.tokens:,} tokens>"
+
     @property
     def id(self) -> str:
         return str(self.info["id"])

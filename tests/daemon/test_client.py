@@ -60,6 +60,7 @@ async def test_every_verb(tierd: AsyncTierd) -> None:
     await session.append(token_ids=[6])
     assert session.tokens == 301
     assert (await session.rewind(299)).tokens == 299
+    assert repr(session) == "<Session 'a' idle, 299 tokens>"
     assert (await session.pin()).info["pin"] is not None
     assert (await session.unpin()).info["pin"] is None
     assert (await session.residency())[0]["tokens"] == 299
