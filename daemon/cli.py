@@ -24,11 +24,15 @@ from dsv4_tierd.daemon.cli_ask import (
     ask,
     err,
     fail,
+    is_nobody,
     out,
     show,
+    why,
 )
 from dsv4_tierd.daemon.cli_store import store_app
 from dsv4_tierd.daemon.client import AsyncTierd
+from dsv4_tierd.daemon.client_errors import ConnectionFailedError
+from dsv4_tierd.tiering.units import format_bytes
 
 app = typer.Typer(
     name="dsv4-tierd",
@@ -38,6 +42,7 @@ app = typer.Typer(
 )
 session_app = typer.Typer(help="Sessions of a running daemon.", no_args_is_help=True)
 prefix_app = typer.Typer(help="Cached prefixes of a running daemon.", no_args_is_help=True)
+ENDS_WITHIN_S = 30.0  # after its deadline
 PrefixFile = Annotated[Path, typer.Argument(help="A text file, or - for standard input.")]
 IsIds = Annotated[bool, typer.Option("--ids", help="It is ids, int32 LE.")]
 app.add_typer(session_app, name="session")
@@ -100,7 +105,7 @@ def status(url: Url = None, api_key: ApiKey = None, as_json: AsJson = False) -> 
         for state, count in data["sessions"].items():
             table.add_row(f"sessions {state}", str(count))
         for name, value in data.get("tiers", {}).get("gauges", {}).items():
-            table.add_row(name, f"{value:g}")
+            table.add_row(name, figure(name, value))
         return table
 
     found = ask(url, api_key, work)
@@ -108,10 +113,48 @@ def status(url: Url = None, api_key: ApiKey = None, as_json: AsJson = False) -> 
     raise typer.Exit(0 if found["ready"]["ready"] else FAILED)
 
 
+def figure(name: str, value: float) -> str:
+    """A gauge, in sizes where it counts bytes."""
+    if "bytes" in name.split("_"):
+        return format_bytes(value)
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:g}"
+
+
 @app.command()
-def drain(url: Url = None, api_key: ApiKey = None, as_json: AsJson = False) -> None:
-    """Let requests end, write sessions to the store, stop the daemon."""
-    show(ask(url, api_key, lambda t: t.call("POST", "/admin/drain")), as_json)
+def drain(
+    wait: Annotated[bool, typer.Option("--wait", help="Until the daemon has ended.")] = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let requests end, write sessions to the store, stop the daemon.
+
+    Returns at once, while the daemon does so; with --wait once it no longer answers.
+    """
+
+    async def work(tierd: AsyncTierd) -> Any:
+        found = await tierd.call("POST", "/admin/drain")
+        if not wait:
+            return found
+        with err.status(f"draining, at most {found['deadline_s']:g} s"):
+            await _gone(tierd, found["deadline_s"] + ENDS_WITHIN_S)
+        return found | {"state": "ended"}
+
+    show(ask(url, api_key, work), as_json)
+
+
+async def _gone(tierd: AsyncTierd, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    await tierd.ready()
+                except ConnectionFailedError as error:
+                    if is_nobody(error):
+                        return
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        fail(f"the daemon still answers after {timeout_s:g} s", FAILED)
 
 
 @app.command()
@@ -148,6 +191,7 @@ def make_checkpoint_command(
     folder: Path,
     preset: Annotated[str, typer.Option(help="Sizes.")] = "tiny",
     seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Same seed, same bytes.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Also into a folder with files.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a random-weight DeepSeek-V4 in the official format."""
@@ -157,9 +201,13 @@ def make_checkpoint_command(
     if preset not in PRESETS:
         raise typer.BadParameter(f"presets: {', '.join(PRESETS)}", param_hint="--preset")
     try:
+        if folder.exists() and not folder.is_dir():
+            fail(f"{folder}: it exists, and is no folder", FAILED)
+        if not force and folder.is_dir() and any(folder.iterdir()):
+            fail(f"{folder} is not empty; --force writes into it nevertheless", FAILED)
         made = make_checkpoint(folder, preset, seed)
     except OSError as error:
-        fail(str(error), FAILED)
+        fail(why(error), FAILED)
     size = sum(f.stat().st_size for f in made.iterdir())
     show({"folder": str(made), "preset": preset, "seed": seed, "bytes": size}, as_json)
 
@@ -289,7 +337,7 @@ def _bytes_of(file: Path) -> bytes:
     except FileNotFoundError:
         fail(f"there is no file {file}", NOT_FOUND)
     except OSError as error:
-        fail(str(error), FAILED)
+        fail(why(error), FAILED)
 
 
 def _text(data: bytes) -> str:

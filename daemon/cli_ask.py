@@ -8,6 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, NoReturn
 
+import aiohttp
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -37,10 +38,25 @@ def ask(url: str | None, key: str | None, work: Callable[[AsyncTierd], Awaitable
     try:
         return asyncio.run(run())
     except TierdError as error:
+        if is_nobody(error):
+            where = f"no daemon at {client.base_url}"
+            fail(f"{where} (dsv4-tierd serve starts one; --url names another)", FAILED)
         err.print(Text.assemble((error.code or "error", "red"), f": {error.message}"))
         kinds = ((SessionNotFoundError, NOT_FOUND), (CapacityError, NO_CAPACITY))
         code = next((code for kind, code in kinds if isinstance(error, kind)), FAILED)
         raise typer.Exit(NOT_FOUND if error.status == 404 else code) from error
+
+
+def is_nobody(error: TierdError) -> bool:
+    """Whether nothing listens at the address: no name that is unknown, no broken conversation."""
+    return type(error.__cause__) is aiohttp.ClientConnectorError
+
+
+def why(error: OSError) -> str:
+    """What the system said, and of what, without its number."""
+    if error.strerror is None:
+        return str(error)
+    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
 
 
 def show(data: Any, as_json: bool, draw: Callable[[Any], Any] | None = None) -> None:

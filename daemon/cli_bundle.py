@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
-from dsv4_tierd.daemon.cli_ask import FAILED, NOT_FOUND, USAGE, AsJson, err, fail
+from dsv4_tierd.daemon.cli_ask import FAILED, NOT_FOUND, USAGE, AsJson, err, fail, why
 from dsv4_tierd.tiering.errors import BadRequest, NotFound, TierError
 from dsv4_tierd.tiering.units import format_bytes, parse_bytes
 
@@ -52,6 +52,8 @@ def export_command(
                 if tokens is None
                 else stored_leaf(opened, found, tenant, _ids(tokens))
             )
+            if not file.parent.is_dir():
+                fail(f"there is no folder {file.parent}", NOT_FOUND)
             part = file.with_name(file.name + ".part")
             try:
                 with part.open("wb") as out, _bar(as_json) as advance:
@@ -66,7 +68,10 @@ def import_command(
     file: Annotated[Path, typer.Argument(help="A file that export wrote.")],
     store: Store,
     adopt: Annotated[
-        bool, typer.Option(help="Take it even if nothing of its identity was stored here before.")
+        bool,
+        typer.Option(
+            help="Take it where only other identities were stored before; an empty store takes any."
+        ),
     ] = False,
     budget: Budget = "64GiB",
     as_json: AsJson = False,
@@ -169,7 +174,7 @@ def store_errors() -> Iterator[None]:
         wrong_spec = isinstance(error, BadRequest) and error.param == "store"
         fail(error.message, USAGE if wrong_spec else code)
     except OSError as error:
-        fail(str(error), FAILED)
+        fail(why(error), FAILED)
 
 
 def _say(report: BundleReport, as_json: bool) -> None:

@@ -246,7 +246,12 @@ def _to_type(hint: Any, value: Any, *, size: bool) -> Any:
         number = int if int in kinds else float
         if number is int and isinstance(value, float):
             raise ValueError(f"{value!r} is not a whole number")
-        if not math.isfinite(found := number(value)):
+        try:
+            found = number(value)
+        except (TypeError, ValueError) as error:
+            kind = "whole number" if number is int else "number"
+            raise ValueError(f"not a {kind}: {value!r}") from error
+        if not math.isfinite(found):
             raise ValueError(f"{value!r} is not a finite number")
         return found
     return str(value)

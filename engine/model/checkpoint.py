@@ -37,6 +37,9 @@ def make_checkpoint(
         tensors |= _store(name, _random(name, shape, sizes, generator), sizes.storage)
     (folder / "config.json").write_text(json.dumps(config_json(sizes), indent=2) + "\n")
     _write(folder, tensors, shards)
+    mode = (folder / "config.json").stat().st_mode  # safetensors writes for the owner alone
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
     return folder
 
 

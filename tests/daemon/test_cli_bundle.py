@@ -98,6 +98,8 @@ def test_mistakes_have_their_exit_codes(folder: Path, tmp_path: Path) -> None:
     assert run("export", tmp_path / "none", file, "--leaf", leaf)[0] == 3
     assert run("export", folder, file, "--leaf", leaf)[0] == 3, "another tenant's"
     assert run("export", folder, file, "--tokens", tmp_path / "none")[0] == 3
+    code, said = run("export", folder, tmp_path / "no" / "f", "--leaf", leaf, "--tenant", "me")
+    assert (code, "there is no folder" in said) == (3, True)
     assert run("import", file, tmp_path / "to")[0] == 3
     assert list(tmp_path.iterdir()) == [folder]
     file.write_bytes(b"x" * 100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from daemon_harness import Daemon, run_daemon
-from dsv4_tierd.daemon.cli import app
+from dsv4_tierd.daemon.cli import app, figure
+from dsv4_tierd.daemon.cli_serve import context_line
 from dsv4_tierd.daemon.config import BadConfig, load_config
 from dsv4_tierd.daemon.doctor import examine
 from dsv4_tierd.daemon.middleware import read_keys
@@ -47,6 +49,8 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"model": "m", "port": True}, {}, "port"),
         ({"model": "m", "max_batch": 1.5}, {}, "max_batch"),
         ({"model": "m", "max_batch": 0}, {}, "max_batch"),
+        ({"model": "m"}, {"DSV4_TIERD_MAX_BATCH": "abc"}, "max_batch: not a whole number: 'abc'"),
+        ({"model": "m", "lease_s": "x"}, {}, "lease_s: not a number: 'x'"),
         ({"model": "m", "device": "tpu"}, {}, "tpu"),
         ({"model": "m", "host_budget": "3 bananas"}, {}, "host_budget"),
         ({"model": "m", "host_budget": "1048576TiB"}, {}, "of memory there are"),
@@ -117,6 +121,7 @@ async def test_the_command_line(daemon: Daemon, tmp_path: Path) -> None:
     code, text = await run_cli(daemon, "status", "--json")
     assert code == 0
     assert json.loads(text)["sessions"] == {"idle": 1}
+    assert (await run_cli(daemon, "status"))[0] == 0
     assert (await run_cli(daemon, "session", "fork", "a", "--new-id", "b"))[0] == 0
     code, text = await run_cli(daemon, "session", "ls", "--json")
     assert [s["id"] for s in json.loads(text)] == ["a", "b"]
@@ -155,7 +160,8 @@ async def test_the_command_line(daemon: Daemon, tmp_path: Path) -> None:
     assert (await run_cli(daemon, "store", "gc", "--budget", "1GiB"))[0] == 2
     assert (await run_cli(daemon, "session", "fly", "a"))[0] == 2
     assert (await run_cli(daemon, "serve", "--device", "tpu", "--model", "m"))[0] == 2
-    assert (await run_cli(daemon, "drain"))[0] == 0
+    code, text = await run_cli(daemon, "drain", "--wait")
+    assert (code, json.loads(text)["state"]) == (0, "ended")
     await daemon.task
     assert (await run_cli(daemon, "status"))[0] == 1
 
@@ -167,14 +173,15 @@ async def test_the_command_line(daemon: Daemon, tmp_path: Path) -> None:
         ("status --url http://[::1", 2, "no address"),
         ("status --url http://h:99999", 2, "no address"),
         ("status --url ftp://h", 2, "no address"),
-        ("status --url http://127.0.0.1:1", 1, "Connect call failed"),
+        ("status --url http://127.0.0.1:1", 1, "no daemon at http://127.0.0.1:1 (dsv4-tierd"),
         ("status --api-key a\tb", 2, "one line"),
         ("prefix lookup {folder}/none", 3, "there is no file"),
         ("prefix warm {folder}/none", 3, "there is no file"),
         ("prefix lookup {folder}", 1, "directory"),
         ("prefix lookup {folder}/bad", 2, "UTF-8"),
         ("prefix warm {folder}/bad", 2, "UTF-8"),
-        ("make-checkpoint {folder}/bad", 1, "exists"),
+        ("make-checkpoint {folder}/bad", 1, "/bad: it exists, and is no folder"),
+        ("make-checkpoint {folder}", 1, "not empty"),
         ("make-checkpoint {folder}/new --seed -1", 2, "seed"),
         ("make-checkpoint {folder}/new --seed 99999999999999999999", 2, "seed"),
         ("demo --tokens 0", 2, "tokens"),
@@ -198,6 +205,33 @@ def test_mistakes_have_their_lines_and_exit_codes(
     assert isinstance(found.exception, SystemExit), found.exception
     assert (found.exit_code, "Traceback" in found.output) == (code, False), found.output
     assert said in found.output.replace("\n", "")
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    """By its number, without the system's."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        given = ["serve", "--model", "m", "--port", port, "--state-dir", str(tmp_path)]
+        found = CliRunner().invoke(app, given)
+    assert (found.exit_code, f"port {port} is in use" in found.output) == (1, True), found.output
+
+
+def test_numbers_are_written_for_people() -> None:
+    """The limit of a session, and whose it is; gauges in bytes as sizes, counts as integers."""
+    assert context_line(4096, 4096) == "a session: at most 4,096 tokens"
+    assert context_line(4096, 8192).endswith(
+        "4,096 tokens: the budgets hold no more of the model's 8,192"
+    )
+    figures = [figure(*g) for g in (("store_bytes", 1536.0), ("pages", 1e6), ("x_ratio", 0.25))]
+    assert figures == ["1.5 KiB", "1,000,000", "0.25"]
+
+
+def test_a_checkpoint_is_overwritten_on_demand_only(tmp_path: Path) -> None:
+    """And all of its files may be read by whom the umask lets."""
+    given = ["make-checkpoint", str(tmp_path / "c"), "--preset", "micro"]
+    codes = [CliRunner().invoke(app, [*given, *more]).exit_code for more in ([], [], ["--force"])]
+    assert codes == [0, 1, 0]
+    assert len({file.stat().st_mode for file in (tmp_path / "c").iterdir()}) == 1
 
 
 def test_a_key_file_that_is_no_text_is_named(tmp_path: Path) -> None:
