@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from dsv4_tierd.tiering.errors import (
     InvalidRequest,
     NotPinned,
     PinBudgetExhausted,
+    PreconditionFailed,
     QueueFull,
     StoreUnavailable,
     UnsupportedCombination,
@@ -30,6 +32,7 @@ from dsv4_tierd.tiering.store.protocol import (
     PrefixStore,
     StoredObject,
     WritePolicy,
+    parts_of,
     pins_of,
 )
 from dsv4_tierd.tiering.tails import Tail
@@ -241,10 +244,16 @@ class Retention:
 
         def call(store: PrefixStore) -> int:
             pins = pins_of(store)
-            if on:
-                pins.pin([leaf, point] if all(store.has([point])) else [leaf])
-            else:
-                pins.unpin([leaf])
+            try:
+                if on:
+                    pins.pin([leaf, point] if all(store.has([point])) else [leaf])
+                else:
+                    pins.unpin([leaf])
+            except PreconditionFailed as error:
+                raise PreconditionFailed(_too_few(store, tenant, hashes)) from error
+            except NotPinned as error:
+                raise NotPinned("these words are not pinned") from error
+            if not on:
                 with contextlib.suppress(NotPinned):
                     pins.unpin([point])
             return len(hashes) * BLOCK_TOKENS
@@ -356,3 +365,11 @@ def tail_digest(name: str, transcript: Transcript, position: int) -> bytes:
     hasher.update(name.encode())
     hasher.update(transcript.digest(position))
     return hasher.digest()
+
+
+def _too_few(store: PrefixStore, tenant: str, hashes: Sequence[bytes]) -> str:
+    """How many tokens the far tier has of what is to be pinned there."""
+    found = parts_of(store)[-1].has([ObjectKey(ObjectKind.PAGE, tenant, h) for h in hashes])
+    stored = next((i for i, there in enumerate(found) if not there), len(found))
+    tokens = f"{stored * BLOCK_TOKENS:,} of {len(found) * BLOCK_TOKENS:,} tokens"
+    return f"{tokens} are stored; a pin needs them all"

@@ -66,7 +66,13 @@ def test_what_cannot_be_pinned_says_why(micro: Model, tmp_path: Path) -> None:
     far = open_redis(redis_servers.emptied().url, bytes_max=BUDGET)
     world = make_world(micro, far)
     assert pin(world, WORDS[:255]).code == "invalid_request"
-    assert pin(world, WORDS).code == "precondition_failed"
+    world.generate(world.open(), WORDS[:600], 1)
+    world.settle()
+    eventually(lambda: far.usage().objects > 1)
+    failed = pin(world, WORDS)
+    assert failed.code == "precondition_failed"
+    assert failed.message == "512 of 1,024 tokens are stored; a pin needs them all"
+    assert pin(world, WORDS, False).message == "these words are not pinned"
     many = text(9, 14 * 256 + 1)
     world.generate(world.open(), many, 1)
     world.settle()

@@ -175,4 +175,4 @@ def pins_of(store: PrefixStore) -> Pins:
     for part in reversed(parts_of(store)):
         if isinstance(part, Pins):
             return part
-    raise UnsupportedCombination("this kind of store has no pins; Redis has")
+    raise UnsupportedCombination("prefix pins need a Redis store; this is another kind")
