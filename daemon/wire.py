@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -130,7 +130,7 @@ def decode(data: bytes, kind: type[B]) -> B:
     try:
         return msgspec.json.decode(data or b"{}", type=kind)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error), param=_param(str(error))) from error
+        raise _refusal(error, kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
     except RecursionError as error:
@@ -142,7 +142,21 @@ def from_query(query: Mapping[str, str], kind: type[B]) -> B:
     try:
         return msgspec.convert(dict(query), kind, strict=False)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error), param=_param(str(error))) from error
+        raise _refusal(error, kind) from error
+
+
+def _refusal(error: msgspec.ValidationError, kind: Any) -> InvalidRequest:
+    """What is wrong with which field, and where it is one of some words, which they are."""
+    message, param = str(error), _param(str(error))
+    if message.startswith("Invalid enum value") and param in (hints := get_type_hints(kind)):
+        message += f": it is one of {', '.join(_words_of(hints[param]))}"
+    return InvalidRequest(message, param=param)
+
+
+def _words_of(hint: Any) -> list[str]:
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    return [word for option in get_args(hint) for word in _words_of(option)]
 
 
 def _param(message: str) -> str | None:

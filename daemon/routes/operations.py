@@ -163,6 +163,7 @@ async def tend_store(request: web.Request) -> web.Response:
     """Check every stored byte (bad ones are dropped), or remove what nobody can use."""
     service = service_of(request)
     verb: Any = request.match_info["verb"]
+    wire.decode(await request.read(), wire.Body)  # it has no fields
     if service.config.store == "none":
         raise UnsupportedCombination("there is no store to look after")
     bridge = service.bridge()

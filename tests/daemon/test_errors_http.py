@@ -74,6 +74,7 @@ BAD: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/v1/sessions", {"metadata": nested(33)}, 400, "invalid_request"),
     ("POST", "/v1/sessions", {"cache_salt": "x" * 200}, 400, "invalid_request"),
     ("PATCH", "/v1/sessions/a", {"metadata": {"k": 1 << 80}}, 400, "invalid_request"),
+    ("POST", "/v1/sessions", {"write_policy": "sometimes"}, 400, "invalid_request"),
     ("POST", "/v1/sessions", {"prefix": 1}, 400, "invalid_request"),
     ("PATCH", "/v1/sessions/a", {"ttl": -5}, 400, "invalid_request"),
     ("GET", "/v1/sessions?limit=0", None, 400, "invalid_request"),
@@ -92,6 +93,8 @@ BAD: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/v1/prefixes/warm", {}, 400, "invalid_request"),
     ("POST", "/v1/prefixes/warm", {"token_ids": [-1]}, 400, "invalid_token_ids"),
     ("POST", "/v1/store/verify?wait=maybe", {}, 400, "invalid_request"),
+    ("POST", "/v1/store/verify", {"budget": 1}, 400, "invalid_request"),
+    ("POST", "/v1/store/gc", {"budget": 1}, 400, "invalid_request"),
     ("POST", "/v1/store/burn", {}, 404, "not_found"),
     ("POST", CHAT, {}, 400, "invalid_request"),
     ("POST", CHAT, {"messages": "hi"}, 400, "invalid_request"),
@@ -137,6 +140,9 @@ async def test_every_bad_input_is_a_clear_error_and_changes_nothing(daemon: Daem
         assert (got, found["error"]["code"]) == (status, code), (path, body, found)
         assert found["error"]["message"]
         assert set(found["error"]) == {"message", "type", "param", "code"}
+    _, found, _ = await daemon.call("POST", "/v1/sessions", {"write_policy": "sometimes"})
+    assert found["error"]["param"] == "write_policy"
+    assert found["error"]["message"].endswith("one of through, on_suspend, never")
     assert await daemon.ok("GET", "/v1/sessions/a") == before
     assert daemon.service.journal.size_bytes == size
     assert len(daemon.service.sessions) == 1
