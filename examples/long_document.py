@@ -14,6 +14,7 @@ import asyncio
 from pathlib import Path
 
 from dsv4_tierd.daemon.client import AsyncTierd
+from dsv4_tierd.daemon.client_errors import TierdError
 
 
 async def read(tierd: AsyncTierd, id: str, file: Path) -> None:
@@ -21,13 +22,17 @@ async def read(tierd: AsyncTierd, id: str, file: Path) -> None:
     session = await tierd.sessions.create(id)
     body = {"text": await asyncio.to_thread(file.read_text)}
     operation = await tierd.call("POST", f"/v1/sessions/{id}/append", body)
+    said = None
     while operation["state"] == "running":
         await asyncio.sleep(0.2)
         operation = await tierd.operations.get(operation["id"])
-        if progress := operation["progress"]:
+        if (progress := operation["progress"]) and progress != said:
             print(f"read {progress['done']:,} of {progress['total']:,} tokens")
+            said = progress
     if operation["error"] is not None:
         raise SystemExit(operation["error"]["message"])
+    if said and said["done"] < said["total"]:
+        print(f"read {said['total']:,} of {said['total']:,} tokens")
     await session.suspend()
     print(f"{session.id}: {session.tokens:,} tokens, {session.state}")
 
@@ -65,4 +70,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except (TierdError, OSError) as error:
+        raise SystemExit(str(error)) from None

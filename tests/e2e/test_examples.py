@@ -12,7 +12,7 @@ from live_daemon import ENVIRON, Live, live_daemon
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-async def run(live: Live, name: str, *arguments: str) -> str:
+async def run(live: Live, name: str, *arguments: str, code: int = 0) -> str:
     process = await asyncio.create_subprocess_exec(
         sys.executable, str(EXAMPLES / name), *arguments,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
@@ -25,7 +25,7 @@ async def run(live: Live, name: str, *arguments: str) -> str:
             process.kill()
             await process.wait()
     text = out.decode(errors="replace")
-    assert process.returncode == 0, text
+    assert process.returncode == code, text
     return text
 
 
@@ -44,6 +44,12 @@ async def test_the_examples_work(tmp_path: Path, tiny: Path) -> None:
         told = await run(live, "long_document.py", "read", str(book), "--id", "book")
         assert re.search(r"read [\d,]+ of [\d,]+ tokens", told)
         assert "suspended" in told
+        lines = re.findall(r"read .* tokens", told)
+        assert len(lines) == len(set(lines))
+        told = await run(live, "long_document.py", "read", str(book), "--id", "book", code=1)
+        assert (told.count("\n"), "book" in told) == (1, True)
+        told = await run(live, "long_document.py", "ask", "Who?", "--id", "nobody", code=1)
+        assert (told.count("\n"), "nobody" in told) == (1, True)
         told = await run(live, "openai_chat.py", "One?", "Two?", *limit)
         first, second = (int(n) for n in re.findall(r"-- (\d+) of \d+ prompt tokens", told))
         assert first == 0
