@@ -141,7 +141,7 @@ class Cluster:
 
     def __init__(self, binary: str = "valkey") -> None:
         self.nodes = [
-            Server(binary, cluster_enabled="yes", cluster_node_timeout=2000) for _ in range(3)
+            Server(binary, cluster_enabled="yes", cluster_node_timeout=15_000) for _ in range(3)
         ]
         ranges = [(0, 5460), (5461, 10922), (10923, 16383)]
         for node, (first, last) in zip(self.nodes, ranges, strict=True):

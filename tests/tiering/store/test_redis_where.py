@@ -40,7 +40,8 @@ def test_a_cluster_with_a_password_whose_first_node_is_dead() -> None:
     """The next one that the URL names is asked; a wrong password is said, and not shown."""
     cluster = redis_servers.emptied_cluster()
     dead = redis_servers.free_port()
-    hosts = ",".join(f"127.0.0.1:{port}" for port in (dead, *(n.port for n in cluster.nodes)))
+    alive = ",".join(f"127.0.0.1:{node.port}" for node in cluster.nodes)
+    hosts = f"127.0.0.1:{dead},{alive}"
     clients = [node.client for node in cluster.nodes]  # open: without the password
     try:
         for client in clients:
@@ -49,7 +50,7 @@ def test_a_cluster_with_a_password_whose_first_node_is_dead() -> None:
         store.put(chain("a", 6))
         assert read(store, page("a0")) == page("a0").payload
         store.close()
-        wrong = open_redis(f"redis+cluster://:nopenope@{hosts}")
+        wrong = open_redis(f"redis+cluster://:nopenope@{alive}")
         assert wrong.link.down_reason is not None
         assert "wrong user name or password" in wrong.link.down_reason
         assert "nopenope" not in wrong.link.down_reason
