@@ -1,9 +1,14 @@
-"""Tests in a folder ``gpu`` need a card: skipped, and said so, without one."""
+"""For all tests: those in a folder ``gpu`` need a card; no example has a time to keep to."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# A machine may stop for seconds: how long an example takes says nothing.
+settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any")
 
 
 def pytest_configure(config: pytest.Config) -> None:

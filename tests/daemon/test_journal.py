@@ -399,4 +399,4 @@ class JournalAgainstDict(RuleBasedStateMachine):
 
 
 TestJournalAgainstDict = JournalAgainstDict.TestCase
-TestJournalAgainstDict.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestJournalAgainstDict.settings = settings(max_examples=30, stateful_step_count=30)

@@ -64,7 +64,7 @@ LINES = st.lists(
     parts=LINES,
     joins=st.lists(st.sampled_from(["\n", "", "\n\n", " \n"]), min_size=60, max_size=60),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_cut_segments_equal_the_whole(parts: list[str], joins: list[str]) -> None:
     """Cutting text at the tokenizer's safe places never changes a token id."""
     text = "".join(p + j for p, j in zip(parts, joins, strict=False))

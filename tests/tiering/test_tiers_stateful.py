@@ -14,7 +14,6 @@ TestLives = Lives.TestCase
 TestLives.settings = settings(
     max_examples=40,
     stateful_step_count=60,
-    deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

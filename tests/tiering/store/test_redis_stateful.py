@@ -154,6 +154,6 @@ class Twins(RuleBasedStateMachine):
         assert outcomes[0] == outcomes[1]
 
 
-Twins.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+Twins.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestTwins = Twins.TestCase
 TestTwins.__doc__ = __doc__

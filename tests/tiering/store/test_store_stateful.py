@@ -175,5 +175,5 @@ def test_any_history(quick_folder: Path) -> None:
     """No history of calls, rot, restarts and ends tells the embedded store from a dict."""
     run_state_machine_as_test(
         lambda: Twins(Path(tempfile.mkdtemp(dir=quick_folder))),
-        settings=settings(max_examples=60, stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=60, stateful_step_count=40),
     )
