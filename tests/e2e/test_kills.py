@@ -219,19 +219,21 @@ class Restarted:
     async def mend(self, count: int) -> None:
         """What was cut off last is asked for again, on what it left there.
 
-        Half of the sessions go on, the others are suspended.
+        Of those made anew half go on, the others are suspended; those that are there go on: their
+        tails were in the engine that died.
         """
         for name in self.load.cut_off[-count:]:
             sent = self.load.sent[name]
             path = f"/v1/sessions/{name}"
             status, found, _ = await self.live.call("GET", path)
-            if status == 404 or not found["tokens"]:
+            anew = status == 404 or not found["tokens"]
+            if anew:
                 if status != 404:
                     await self.live.ok("DELETE", path)
                 await self.live.create(name, sent.ids)
             else:
                 assert found["tokens"] == len(sent.ids)
-            if self.load.chance.random() < 0.5:
+            if anew and self.load.chance.random() < 0.5:
                 assert await self.load.suspended(self.live, name)
             else:
                 await self.go_on(name)
