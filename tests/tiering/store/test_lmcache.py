@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -365,7 +366,9 @@ def test_log_objects_hold_what_they_were_given() -> None:
 
 def test_without_lmcache_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package is named before anything is opened."""
-    monkeypatch.setitem(__import__("sys").modules, "lmcache", None)
+    known = [name for name in sys.modules if name.partition(".")[0] == "lmcache"]
+    for name in {*known, "lmcache"}:
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UnsupportedCombination, match=r"dsv4-tierd\[lmcache\]"):
         open_lmcache({"type": "fs_native", "base_path": "x"}, IDENTITY, 0)
 
