@@ -204,7 +204,8 @@ def test_mistakes_have_their_lines_and_exit_codes(
     found = CliRunner().invoke(app, given, env={"COLUMNS": "400"})
     assert isinstance(found.exception, SystemExit), found.exception
     assert (found.exit_code, "Traceback" in found.output) == (code, False), found.output
-    assert said in found.output.replace("\n", "")
+    # Lines are broken where a path's length happens to have it.
+    assert "".join(said.split()) in "".join(found.output.split())
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
