@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +33,7 @@ from dsv4_tierd.daemon.cli_ask import (
     why,
 )
 from dsv4_tierd.daemon.cli_store import store_app
-from dsv4_tierd.daemon.client import AsyncTierd
+from dsv4_tierd.daemon.client import AsyncTierd, Prefixes
 from dsv4_tierd.daemon.client_errors import ConnectionFailedError
 from dsv4_tierd.tiering.units import format_bytes
 
@@ -311,19 +314,6 @@ def session_rm(id: str, url: Url = None, api_key: ApiKey = None, as_json: AsJson
     show(ask(url, api_key, work), as_json)
 
 
-@prefix_app.command("lookup")
-def prefix_lookup(
-    file: PrefixFile,
-    token_ids: IsIds = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    as_json: AsJson = False,
-) -> None:
-    """How many tokens of a text are cached, and in which tier."""
-    words = _words_of(file, token_ids)
-    show(ask(url, api_key, lambda t: t.prefixes.lookup(**words)), as_json)
-
-
 def _words_of(file: Path, token_ids: bool) -> dict[str, Any]:
     data = _bytes_of(file)
     if token_ids and len(data) % 4:
@@ -347,22 +337,9 @@ def _text(data: bytes) -> str:
         raise typer.BadParameter(f"not text in UTF-8: {error}", param_hint="FILE") from error
 
 
-@prefix_app.command("warm")
-def prefix_warm(
-    file: PrefixFile,
-    token_ids: IsIds = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    as_json: AsJson = False,
+def _prefix_verb(
+    name: str, help: str, work: Callable[..., Awaitable[Any]], waiting: str = ""
 ) -> None:
-    """Bring what the store has of a text to host memory, and say how many tokens that are."""
-    words = _words_of(file, token_ids)
-    with err.status("warming up"):
-        found = ask(url, api_key, lambda t: t.prefixes.warm(**words))
-    show(found, as_json)
-
-
-def _pin_verb(name: str, help: str) -> None:
     @prefix_app.command(name, help=help)
     def command(
         file: PrefixFile,
@@ -372,11 +349,24 @@ def _pin_verb(name: str, help: str) -> None:
         as_json: AsJson = False,
     ) -> None:
         words = _words_of(file, token_ids)
-        show(ask(url, api_key, lambda t: t.prefixes.pin(name == "pin", **words)), as_json)
+        with err.status(waiting) if waiting else nullcontext():
+            found = ask(url, api_key, lambda t: work(t.prefixes, **words))
+        show(found, as_json)
 
 
-_pin_verb("pin", "Keep what a shared Redis has of a text there, against its budget and its time.")
-_pin_verb("unpin", "Let it go again.")
+_prefix_verb("lookup", "How many tokens of a text are cached, and in which tier.", Prefixes.lookup)
+_prefix_verb(
+    "warm",
+    "Bring what the store has of a text to host memory, and say how many tokens that are.",
+    Prefixes.warm,
+    waiting="warming up",
+)
+_prefix_verb(
+    "pin",
+    "Keep what a shared Redis has of a text there, against its budget and its time.",
+    Prefixes.pin,
+)
+_prefix_verb("unpin", "Let it go again.", partial(Prefixes.pin, pinned=False))
 
 
 def main() -> None:

@@ -171,11 +171,12 @@ class ServeConfig:
 
 
 def memory_bytes() -> int:
-    """The memory that this process may use."""
+    """The memory that this process may use: the machine's, or its cgroup's."""
     limit = int(psutil.virtual_memory().total)
-    cgroup = Path("/sys/fs/cgroup/memory.max")
-    if cgroup.is_file() and (text := cgroup.read_text().strip()).isdigit():
-        limit = min(limit, int(text))
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        path = Path("/sys/fs/cgroup") / name
+        if path.is_file() and (text := path.read_text().strip()).isdigit():
+            return min(limit, int(text))
     return limit
 
 

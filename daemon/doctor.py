@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from dsv4_tierd.daemon.config import default_state_dir, memory_bytes
 from dsv4_tierd.tiering.units import format_bytes
 
 SMI_TIMEOUT_S = 10
@@ -58,24 +59,14 @@ def _cpu() -> Check:
 
 
 def _memory() -> Check:
-    total = int(psutil.virtual_memory().total)
-    limit = _cgroup_limit()
-    usable = total if limit is None else min(total, limit)
-    note = "" if limit is None or limit >= total else " (limit of the cgroup)"
+    usable = memory_bytes()
+    note = " (limit of the cgroup)" if usable < psutil.virtual_memory().total else ""
     return Check(
         "memory",
         usable >= 8 * GIB,
         format_bytes(usable) + note,
         "a small mirror: fewer tokens stay in host memory, more is recomputed or read from disk",
     )
-
-
-def _cgroup_limit() -> int | None:
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        path = Path("/sys/fs/cgroup") / name
-        if path.is_file() and (text := path.read_text().strip()).isdigit():
-            return int(text)
-    return None
 
 
 def _gpu() -> Check:
@@ -160,8 +151,6 @@ def _numa() -> Check:
 
 
 def _state_disk() -> Check:
-    from dsv4_tierd.daemon.config import default_state_dir
-
     folder = default_state_dir()
     while not folder.exists():
         folder = folder.parent

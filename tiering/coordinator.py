@@ -286,15 +286,16 @@ class Coordinator:
 
     def require_pins(self) -> None:
         """Raises UnsupportedCombination: there is no store, or it has no pins."""
-        if self._store is None:
-            raise UnsupportedCombination("no prefix store is configured")
-        pins_of(self._store)
+        pins_of(self._configured())
 
     def submit_care(self, call: Callable[[PrefixStore], T]) -> Future[T]:
         """Run what takes minutes beside reads and writes, one at a time; closing ends it."""
+        return self._carer.submit(call, self._configured())
+
+    def _configured(self) -> PrefixStore:
         if self._store is None:
             raise UnsupportedCombination("no prefix store is configured")
-        return self._carer.submit(call, self._store)
+        return self._store
 
     def fetch_tail(self, key: ObjectKey, size: int) -> Future[bytes]:
         """Read a packed tail of ``size`` bytes."""

@@ -46,19 +46,24 @@ def test_what_is_no_message_ends_the_connection(frame: bytes) -> None:
     ours.close()
 
 
+def run_worker(theirs: socket.socket) -> subprocess.CompletedProcess[str]:
+    """A worker on its end of a connection, until it has ended."""
+    return subprocess.run(
+        [sys.executable, "-m", "dsv4_tierd.engine.worker", "--socket-fd", str(theirs.fileno())],
+        pass_fds=(theirs.fileno(),),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
 def test_an_engine_whose_daemon_is_gone_ends_quietly() -> None:
     """Before it was told what to be: nothing is loaded, nothing is said, exit code 0."""
     ours, theirs = socket.socketpair()
     ours.close()
     with theirs:
-        done = subprocess.run(
-            [sys.executable, "-m", "dsv4_tierd.engine.worker", "--socket-fd", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = run_worker(theirs)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -79,14 +84,7 @@ def test_what_an_engine_cannot_start_with_is_one_line(
     config = msgspec.json.encode({"model": str(models().folder), "device": "cpu"} | settings)
     ours.sendall(LENGTH.pack(len(config)) + config)
     with ours, theirs:
-        done = subprocess.run(
-            [sys.executable, "-m", "dsv4_tierd.engine.worker", "--socket-fd", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = run_worker(theirs)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
     assert said in done.stderr
 

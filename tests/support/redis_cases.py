@@ -30,6 +30,15 @@ def open_hasty(url: str, **how: Any) -> RedisStore:
     return open_redis(url, deadline_s=DEADLINE_S, connect_timeout_s=DEADLINE_S, **how)
 
 
+def assert_refused(url: str, password: str) -> None:
+    """A store with a wrong password says that it is wrong, and does not show it."""
+    store = open_redis(url)
+    assert store.link.down_reason is not None
+    assert "wrong user name or password" in store.link.down_reason
+    assert password not in store.link.down_reason
+    store.close()
+
+
 def eventually(what: Callable[[], object], within_s: float = 20.0) -> float:
     """Wait until ``what`` holds; how long that took."""
     begun = time.monotonic()

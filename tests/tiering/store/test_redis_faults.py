@@ -14,26 +14,12 @@ import redis
 
 import redis_servers
 from dsv4_tierd.tiering.errors import PreconditionFailed, StoreUnavailable
-from dsv4_tierd.tiering.store import redis_keeper
 from proxy import Fault, Proxy
 from redis_cases import DEADLINE_S, SLACK_S, eventually, open_hasty, open_redis
 from redis_servers import BINARIES, Server
 from store_cases import chain, page, present, read, resume
 
-
-@pytest.fixture
-def proxy() -> Iterator[Proxy]:
-    """A proxy before an empty server; nothing but calls sends commands that count."""
-    proxy = Proxy(redis_servers.emptied().port)
-    yield proxy
-    proxy.close()
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reconnecting is tried often, and uses are told only when asked for."""
-    monkeypatch.setattr(redis_keeper, "BACK_OFF_S", (0.02, 0.2))
-    monkeypatch.setattr(redis_keeper, "TELL_S", 1e9)
+pytestmark = pytest.mark.usefixtures("quick_keeper")
 
 
 @pytest.fixture(params=BINARIES)

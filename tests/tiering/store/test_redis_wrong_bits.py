@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -12,7 +12,6 @@ import pytest
 
 import redis_servers
 from dsv4_tierd.tiering.errors import PreconditionFailed, StoreUnavailable, TransferFailed
-from dsv4_tierd.tiering.store import redis_keeper
 from dsv4_tierd.tiering.store.protocol import StoredObject
 from dsv4_tierd.tiering.store.redis import RedisStore
 from proxy import QUIET, Fault, Proxy
@@ -21,20 +20,7 @@ from store_cases import chain, page, present, read, resume
 
 BRISK_S = 0.3  # a reply that is one byte too long is waited for
 
-
-@pytest.fixture
-def proxy() -> Iterator[Proxy]:
-    """A proxy before an empty server; nothing but calls sends commands that count."""
-    proxy = Proxy(redis_servers.emptied().port)
-    yield proxy
-    proxy.close()
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reconnecting is tried often, and uses are told only when asked for."""
-    monkeypatch.setattr(redis_keeper, "BACK_OFF_S", (0.02, 0.2))
-    monkeypatch.setattr(redis_keeper, "TELL_S", 1e9)
+pytestmark = pytest.mark.usefixtures("quick_keeper")
 
 
 @pytest.mark.parametrize("byte", [0, 1, 3, 8, 100, 230, 300, 5000, 10_199])
