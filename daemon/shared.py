@@ -215,8 +215,7 @@ class SharedSessions:
         lease = self._keeper.current(self._name(session))
         if lease is None:
             raise StoreUnavailable("the shared store is away")
-        newest = version_of(await self._head(session))
-        version = max(newest, session.record.shared_version) + 1
+        version = await self._next_version(session)
         record = self._record_of(session, tail_key)
         ttl_s = None
         if session.expires_s is not None:
@@ -267,12 +266,15 @@ class SharedSessions:
             self._let_go(session)
 
     async def _tombstone(self, session: Session) -> tuple[bytes, float]:
-        newest = version_of(await self._head(session))
-        version = max(newest, session.record.shared_version) + 1
+        version = await self._next_version(session)
         record = replace(
             self._record_of(session, None), token_ids=b"", metadata={}, ttl_s=None, deleted=True
         )
         return encode(record, version), TOMBSTONE_S
+
+    async def _next_version(self, session: Session) -> int:
+        newest = version_of(await self._head(session))
+        return max(newest, session.record.shared_version) + 1
 
     def _record_of(self, session: Session, tail_key: bytes | None) -> SessionRecord:
         record, identity = session.record, self._identity()

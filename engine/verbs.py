@@ -300,17 +300,16 @@ class Verbs:
             if not self._engine.tiers.coordinator.up:
                 raise StoreUnavailable("the store went away before everything was written")
             return None
-        if suspension.tail_key is None:
+        tail = suspension.tail
+        if tail is None:
             pass  # there was no tail to write
         elif not suspension.is_of(session.id, session.transcript):
-            self._engine.retention.drop_tail(session.salt, suspension.tail_key)
+            self._engine.retention.drop_tail(session.salt, tail.key.digest)
         else:
             previous = session.stored_tail
-            if previous is not None and previous.owned and previous.digest != suspension.tail_key:
+            if previous is not None and previous.owned and previous.digest != tail.key.digest:
                 self._engine.retention.drop_tail(session.salt, previous.digest)
-            assert suspension.tail is not None
-            size = len(suspension.tail.payload)
-            session.stored_tail = StoredTail(suspension.tail_key, size)
+            session.stored_tail = StoredTail(tail.key.digest, len(tail.payload))
         if session.request is None:
             self._engine.retention.suspend_to_host(session.tail)
         stored = session.stored_tail

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -83,8 +82,9 @@ async def pin(request: web.Request) -> web.Response:
     service = service_of(request)
     ids, salt = await _words(request)
     pinned = request.match_info["verb"] == "pin"
-    message = partial(PinPrefix, token_ids=ids, salt=salt, pinned=pinned)
-    ack = await service.bridge().ask(lambda op: message(op_id=op))
+    ack = await service.bridge().ask(
+        lambda op: PinPrefix(op_id=op, token_ids=ids, salt=salt, pinned=pinned)
+    )
     return json_response({"pinned": pinned, "tokens": ack.stored_tokens})
 
 
