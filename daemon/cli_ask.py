@@ -41,7 +41,8 @@ def ask(url: str | None, key: str | None, work: Callable[[AsyncTierd], Awaitable
         if is_nobody(error):
             where = f"no daemon at {client.base_url}"
             fail(f"{where} (dsv4-tierd serve starts one; --url names another)", FAILED)
-        err.print(Text.assemble((error.code or "error", "red"), f": {error.message}"))
+        said = Text.assemble((error.code or "error", "red"), f": {error.message}")
+        err.print(said, soft_wrap=True)
         kinds = ((SessionNotFoundError, NOT_FOUND), (CapacityError, NO_CAPACITY))
         code = next((code for kind, code in kinds if isinstance(error, kind)), FAILED)
         raise typer.Exit(NOT_FOUND if error.status == 404 else code) from error
@@ -68,8 +69,8 @@ def show(data: Any, as_json: bool, draw: Callable[[Any], Any] | None = None) -> 
 
 
 def complain(console: Console, message: object) -> None:
-    """Say what is wrong, literally: brackets in it are not Rich's."""
-    console.print(str(message), style="red", markup=False, highlight=False)
+    """Say what is wrong, literally: brackets in it are not Rich's, a path is never broken in two."""
+    console.print(str(message), style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def fail(message: str, code: int) -> NoReturn:

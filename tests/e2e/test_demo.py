@@ -89,4 +89,4 @@ async def test_a_demo_that_fails_says_why_and_leaves_no_process(tmp_path: Path) 
     process = start(tmp_path, "--keep", str(tmp_path / "kept"))
     code, out, err = await finish(process, 60)
     assert code == 1, out + err
-    assert "config.json does not exist" in " ".join((out + err).split())
+    assert f"{tmp_path / 'config.json'} does not exist" in out + err
