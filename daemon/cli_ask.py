@@ -69,7 +69,7 @@ def show(data: Any, as_json: bool, draw: Callable[[Any], Any] | None = None) -> 
 
 
 def complain(console: Console, message: object) -> None:
-    """Say what is wrong, literally: brackets in it are not Rich's, a path is never broken in two."""
+    """Say what is wrong, literally: no markup, and a path is never broken in two."""
     console.print(str(message), style="red", markup=False, highlight=False, soft_wrap=True)
 
 
