@@ -99,10 +99,13 @@ class JournalFile:
         self.torn_bytes = 0
         self.compactions = 0
         self._live_bytes = 0
+        self._unnamed = False  # a copy has the file's name, and a power cut may take it back
+        self.path.with_suffix(".new").unlink(missing_ok=True)  # of a compaction that was cut off
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._size = self._load(ledger)
         _sync_folder(folder)
-        self.compact(list(ledger.snapshot()))
+        with contextlib.suppress(OSError):  # no room for a copy: the old file is still whole
+            self.compact(list(ledger.snapshot()))
 
     @property
     def size_bytes(self) -> int:
@@ -150,6 +153,7 @@ class JournalFile:
         """One batch, durable when it returns. The file is as before if it raises OSError."""
         batch = encode_batch(events)
         try:
+            self._sync_name()
             _write_all(self._fd, batch, self._size)
             os.fdatasync(self._fd)
         except OSError:
@@ -163,23 +167,40 @@ class JournalFile:
         return self._size > 2 * self._live_bytes + DEAD_BYTES_MIN
 
     def compact(self, snapshot: Sequence[AnyEvent]) -> bool:
-        """Rewrite the file as ``snapshot`` if more than half of it, and 1 MiB, is dead."""
+        """Rewrite the file as ``snapshot`` if more than half of it, and 1 MiB, is dead.
+
+        Raises OSError: there is no copy, and none is made before the file has doubled; or it is
+        the file now, and its name is not durable yet: the next write sees to that.
+        """
         batches = list(_snapshot_batches(snapshot))
         self._live_bytes = sum(map(len, batches))
         if self._size - self._live_bytes <= max(DEAD_BYTES_MIN, self._live_bytes):
             return False
         new = self.path.with_suffix(".new")
         fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        size = _write_all(fd, FILE_MAGIC, 0)
-        for batch in batches:
-            size += _write_all(fd, batch, size)
-        os.fsync(fd)
-        new.replace(self.path)
-        _sync_folder(self.path.parent)
-        os.close(self._fd)
-        self._fd, self._size = fd, size
+        try:
+            size = _write_all(fd, FILE_MAGIC, 0)
+            for batch in batches:
+                size += _write_all(fd, batch, size)
+            os.fsync(fd)
+            new.replace(self.path)
+        except OSError:
+            self._live_bytes = self._size
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                new.unlink()
+            raise
+        old, self._fd, self._size = self._fd, fd, size
+        self._unnamed = True
         self.compactions += 1
+        os.close(old)
+        self._sync_name()
         return True
+
+    def _sync_name(self) -> None:
+        if self._unnamed:
+            _sync_folder(self.path.parent)
+            self._unnamed = False
 
     def close(self) -> None:
         os.close(self._fd)

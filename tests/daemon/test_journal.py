@@ -313,6 +313,68 @@ async def test_a_full_disk_fails_the_commit_and_changes_nothing(
     assert set(again.records) == {"a", "c"}
 
 
+def _half_dead(folder: Path) -> tuple[JournalFile, Ledger]:
+    """A journal whose compaction pays."""
+    ledger = Ledger()
+    file = JournalFile(folder, ledger)
+    write(file, ledger, [created("kept", metadata={"k": "x" * 2000})])
+    for n in range(20):
+        write(file, ledger, [created(f"dead{n}")])
+        write(file, ledger, append(ledger, f"dead{n}", [n] * 500))
+        write(file, ledger, [Deleted(uid=f"dead{n}")])
+    assert file.is_due()
+    return file, ledger
+
+
+def test_a_copy_whose_name_cannot_be_synced_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written after a compaction goes to the file that has the name, or is refused."""
+    monkeypatch.setattr(journal_module, "DEAD_BYTES_MIN", 1000)
+    file, ledger = _half_dead(tmp_path)
+
+    def refuses(_folder: Path) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(journal_module, "_sync_folder", refuses)
+        with pytest.raises(OSError, match="Too many"):
+            file.compact(list(ledger.snapshot()))
+        with pytest.raises(OSError, match="Too many"):
+            file.write([created("refused")])
+    write(file, ledger, [created("acknowledged")])
+    file.close()
+    again = Ledger()
+    JournalFile(tmp_path, again).close()
+    assert set(again.records) == {"kept", "acknowledged"}
+
+
+def test_no_room_for_a_copy_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written of it is removed, and it is not tried again at every commit."""
+    monkeypatch.setattr(journal_module, "DEAD_BYTES_MIN", 1000)
+    file, ledger = _half_dead(tmp_path)
+    whole, fds = journal_module._write_all, len(list(Path("/dev/fd").iterdir()))
+
+    def half(fd: int, data: bytes, offset: int) -> int:
+        whole(fd, data[: len(data) // 2], offset)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(journal_module, "_write_all", half)
+        with pytest.raises(OSError, match="No space"):
+            file.compact(list(ledger.snapshot()))
+    assert not file.is_due()
+    assert len(list(Path("/dev/fd").iterdir())) == fds
+    assert [path.name for path in tmp_path.iterdir()] == ["journal"]
+    write(file, ledger, [created("after")])
+    file.close()
+    (tmp_path / "journal.new").write_bytes(b"of a daemon that was killed")
+    again = Ledger()
+    JournalFile(tmp_path, again).close()
+    assert set(again.records) == {"kept", "after"}
+    assert [path.name for path in tmp_path.iterdir()] == ["journal"]
+
+
 def test_one_daemon_a_state_folder(tmp_path: Path) -> None:
     """The second lock on a folder is refused, and free again after the first is gone."""
     lock = StateLock(tmp_path)
