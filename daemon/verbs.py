@@ -82,8 +82,16 @@ async def create(
     return session
 
 
-async def _commit_new(service: Service, session: Session, events: Sequence[AnyEvent]) -> None:
-    """Keep the session exactly if its events are kept, even if the caller does not wait."""
+async def _commit_new(
+    service: Service,
+    session: Session,
+    events: Sequence[AnyEvent],
+    words: Transcript | None = None,
+) -> None:
+    """Keep the session exactly if its events are kept, even if the caller does not wait.
+
+    ``words``: what they build on. Its source may let go of them before the events are applied.
+    """
 
     def unmake() -> None:
         service.sessions.remove(session)
@@ -96,7 +104,14 @@ async def _commit_new(service: Service, session: Session, events: Sequence[AnyEv
     except TierError:
         unmake()
         raise
-    kept.add_done_callback(lambda done: None if done.exception() is None else unmake())
+
+    def ended(done: asyncio.Future[None]) -> None:
+        nonlocal words
+        words = None  # held until now
+        if done.exception() is not None:
+            unmake()
+
+    kept.add_done_callback(ended)
     await asyncio.shield(kept)
 
 
@@ -129,7 +144,7 @@ async def fork(service: Service, source: Session, id: str | None, at: int | None
         write_policy=record.write_policy,
     )
     _fork_in_worker(service, source, new, length)
-    await _commit_new(service, new, [*events, created])
+    await _commit_new(service, new, [*events, created], head)
     return new
 
 

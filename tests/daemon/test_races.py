@@ -62,6 +62,28 @@ async def test_a_session_is_not_let_go_while_facts_about_it_are_under_way(
     assert answer["token_ids"] == expected([5, 6], 3)
 
 
+async def test_who_leaves_a_fork_leaves_it_its_words(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its source is cut to less meanwhile: the fork has what the source had when it was made."""
+    await daemon.ok("POST", "/v1/sessions?wait=true", {"id": "a", "token_ids": [5, 6]})
+    await daemon.ok("POST", "/v1/sessions/a/append?wait=true", {"token_ids": [7, 8]})
+    daemon.service.forget_in_worker(daemon.service.sessions.get("", "a"))
+    disk = SlowDisk(monkeypatch)
+    rewind = asyncio.create_task(daemon.call("POST", "/v1/sessions/a/rewind", {"to": 2}))
+    await daemon.until(disk.writing.is_set)
+    fork = asyncio.create_task(daemon.call("POST", "/v1/sessions/a/fork", {"id": "b"}))
+    await daemon.until(lambda: daemon.service.sessions.find("", "b"))
+    fork.cancel()
+    await asyncio.gather(fork, return_exceptions=True)
+    await asyncio.sleep(0.1)  # the daemon sees that the client is gone
+    disk.go.set()
+    assert (await rewind)[0] == 200
+    await daemon.until(lambda: len(daemon.service.journal.ledger.records) == 2)
+    answer = await daemon.ok("POST", "/v1/sessions/b/generate", {"max_tokens": 3})
+    assert answer["token_ids"] == expected([5, 6, 7, 8], 3)
+
+
 async def test_what_cannot_be_written_is_its_senders_fault(tmp_path: Path) -> None:
     """The commit is refused, those beside it and after it are kept."""
     journal = Journal(tmp_path)
