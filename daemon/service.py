@@ -19,7 +19,7 @@ from dsv4_tierd.daemon.bridge import NOBODY, Bridge
 from dsv4_tierd.daemon.config import Policy, ServeConfig
 from dsv4_tierd.daemon.diagnosis import RecentPrompts
 from dsv4_tierd.daemon.journal import Journal
-from dsv4_tierd.daemon.ledger import AnyEvent, Moved, Turn
+from dsv4_tierd.daemon.ledger import AnyEvent, Moved, Resumed, Suspended, Turn
 from dsv4_tierd.daemon.metrics import Metrics
 from dsv4_tierd.daemon.operations import Operations
 from dsv4_tierd.daemon.run import NO_LIMIT, Run, error_of
@@ -387,7 +387,11 @@ class Service:
             used_s=time.time(),
             turn=turn,
         )
-        await self.journal.commit([*events, moved])
+        events += [moved]
+        if session.version_seen > session.record.shared_version:
+            seen = Suspended(uid=session.uid, tier="store", shared_version=session.version_seen)
+            events += [seen, Resumed(uid=session.uid)]
+        await self.journal.commit(events)
         return transcript
 
     async def finish_run(self, run: Run) -> Done:

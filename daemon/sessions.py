@@ -87,7 +87,8 @@ class Session:
     """A session in this process. Its facts are the ledger's; this adds what runs now.
 
     ``opened_in``: the worker incarnation that knows it, 0 for none. ``lease``: the last claim on
-    it among daemons that share a store; it may have run out since.
+    it among daemons that share a store; it may have run out since. ``version_seen``: of a newer
+    shared record with the same words as the journal's.
     """
 
     def __init__(self, ledger: Ledger, uid: str, id: str, salt: str) -> None:
@@ -99,6 +100,7 @@ class Session:
         self.ephemeral_tokens = 0
         self.run: Run | None = None
         self.lease: Lease | None = None
+        self.version_seen = 0
         self.pending_ids = b""  # appended by the running request, not yet journalled
         self.subscribers: set[Subscriber] = set()
         self._ledger = ledger

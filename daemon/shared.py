@@ -142,6 +142,8 @@ class SharedSessions:
                 if found[0].deleted:
                     raise self.was_deleted(session, found[0])
                 raise _went_on(session, found[0])
+            if found is not None:  # what goes on here goes on from that one
+                session.version_seen = found[1]
         self._keep(session, lease)
 
     def was_deleted(self, session: Session, record: SessionRecord) -> SessionNotFound:
@@ -228,6 +230,7 @@ class SharedSessions:
             raise PreconditionFailed(
                 f"session {session.id!r} was taken over by another daemon"
             ) from error
+        session.version_seen = version  # also should the journal not take it
         return version
 
     async def read(self, session: Session) -> tuple[SessionRecord, int] | None:

@@ -215,6 +215,23 @@ async def test_a_daemon_that_starts_again_has_its_claims(
         assert (await generate(a, [7]))["token_ids"] == expected([*words, 7], 3)
 
 
+async def test_the_same_words_again_are_gone_on_from(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another resumed and suspended it without a word: what came here since is not older."""
+    monkeypatch.setattr(verbs, "_suspend_all", _nothing)  # as if killed
+    b = await pair.start("b")
+    settings = {"name": "a", "store": pair.server.url}
+    async with run_daemon(pair.folder / "a", **settings) as a:
+        await a.ok("POST", "/v1/sessions", {"id": "s"})
+        words = WORDS + (await generate(a, WORDS))["token_ids"]
+        for daemon, verb in (a, SUSPEND), (b, RESUME), (b, SUSPEND):
+            await daemon.ok("POST", "/v1/sessions/s" + verb, {})
+        words += [6, *(await generate(a, [6]))["token_ids"]]
+    async with run_daemon(pair.folder / "a", **settings) as a:
+        assert (await generate(a, [7]))["token_ids"] == expected([*words, 7], 3)
+
+
 async def _nothing(*_: object) -> None:
     return
 
