@@ -23,6 +23,7 @@ from dsv4_tierd.engine.messages import Done, Sampling, Tokens, Usage
 from dsv4_tierd.tiering.errors import (
     InvalidRequest,
     NotFound,
+    SessionBusy,
     SessionExists,
     TierError,
     UnsupportedCombination,
@@ -234,7 +235,7 @@ async def start_runs(service: Service, ask: Ask) -> tuple[list[Run], Usage | Non
     )
     if ask.choices == 1:
         return [await service.submit(session, work)], None
-    service.check_room(session, replace(work, append_ids=ask.prompt_ids, prompt_ids=None))
+    service.check_context(prompt_tokens, work.max_tokens, "max_tokens")
     prompt = await service.submit(session, replace(work, max_tokens=0, close_after=False))
     try:
         usage = (await service.finish_run(prompt)).usage
@@ -279,6 +280,8 @@ async def _place(service: Service, ask: Ask) -> Session:
             return await verbs.create(service, ask.salt, ask.session_id)
         except SessionExists:
             return await handover.adopt(service, ask.salt, ask.session_id)
+    if found is not None and found.uid not in service.journal.ledger.records:
+        raise SessionBusy(f"session {ask.session_id!r} is being made: one request at a time")
     session = service.sessions.get(ask.salt, ask.session_id)
     if service.shared.applies(session) and not service.shared.owns(session):
         with session.taken(SessionState.RESUMING):  # all words come with the request

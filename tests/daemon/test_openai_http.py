@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -217,3 +219,27 @@ async def test_counters_never_go_down_over_an_engine_restart(daemon: Daemon) -> 
     await daemon.ok("POST", "/v1/completions", {"prompt": [5], "max_tokens": 1})
     await daemon.ok("GET", "/v1/tiers")
     assert worker.counters()["steps"] == before + 1
+
+
+async def test_several_choices_need_no_more_room_than_one(daemon: Daemon) -> None:
+    """A session is set to the request's words: what it held before is not counted beside them."""
+    worker = daemon.service.worker
+    assert worker.model is not None
+    worker.model = msgspec.structs.replace(
+        worker.model, context_length=100, model_context_length=100
+    )
+    body = {"prompt": [5] * 60, "max_tokens": 2, "session_id": "s"}
+    for choices in (1, 1, 2):
+        await daemon.ok("POST", "/v1/completions", body | {"n": choices})
+    status, found, _ = await daemon.call("POST", "/v1/completions", body | {"max_tokens": 41})
+    assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_first_requests_at_once_meet_a_busy_session(daemon: Daemon) -> None:
+    """One makes it; to the others it is no session that there is not."""
+    body = {"prompt": [5, 6], "max_tokens": 2, "session_id": "s"}
+    found = await asyncio.gather(*(daemon.call("POST", "/v1/completions", body) for _ in range(4)))
+    assert {status for status, _, _ in found} == {200, 409}
+    assert {answer["error"]["code"] for status, answer, _ in found if status == 409} == {
+        "session_busy"
+    }
