@@ -202,16 +202,28 @@ async def _first(
 ) -> web.StreamResponse:
     mine = _Kept(digest, asyncio.get_running_loop().create_future())
     kept[name] = mine
-    keep: tuple[int, bytes] | None = None
-    try:
-        response = await handler(request)
-        body = response.body if isinstance(response, web.Response) else None
-        if response.status < 400 and isinstance(body, bytes) and len(body) <= KEPT_BODY_BYTES_MAX:
-            keep = (response.status, body)
-        return response
-    finally:
+
+    def ended(work: asyncio.Future[web.StreamResponse]) -> None:
+        keep = None if work.cancelled() or work.exception() else _playable(work.result())
         mine.answer.set_result(keep)
         if keep is None and kept.get(name) is mine:
             del kept[name]
         while len(kept) > KEYS_KEPT:
             kept.popitem(last=False)
+
+    work = asyncio.ensure_future(handler(request))
+    work.add_done_callback(ended)
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        # Who waits and leaves stops nothing: who comes back with the key gets the answer.
+        if "wait" not in request.query:
+            work.cancel()
+        raise
+
+
+def _playable(response: web.StreamResponse) -> tuple[int, bytes] | None:
+    body = response.body if isinstance(response, web.Response) else None
+    if response.status < 400 and isinstance(body, bytes) and len(body) <= KEPT_BODY_BYTES_MAX:
+        return response.status, body
+    return None

@@ -247,6 +247,20 @@ async def test_idempotency_key(daemon: Daemon) -> None:
     assert (status, found["error"]["code"]) == (400, "unsupported_combination")
 
 
+async def test_a_key_finds_what_its_waiter_left(daemon: Daemon) -> None:
+    """The connection broke while an append was waited for: asked again, it is not done again."""
+    await daemon.ok("POST", "/v1/sessions", {"id": "a"})
+    session = daemon.service.sessions.get("", "a")
+    path, body = "/v1/sessions/a/append?wait=true", {"token_ids": [5, 6, 7]}
+    key = {"Idempotency-Key": "k"}
+    waiter = asyncio.create_task(daemon.call("POST", path, body, headers=key))
+    await daemon.until(lambda: session.run is not None or session.length)
+    waiter.cancel()
+    await asyncio.gather(waiter, return_exceptions=True)
+    found, _, response = await daemon.call("POST", path, body, headers=key)
+    assert (found, response.headers["Idempotent-Replayed"], session.length) == (200, "true", 3)
+
+
 async def test_logprobs_and_seed(daemon: Daemon) -> None:
     """Logprobs come when asked for; the seed that was used is said, and repeats the run."""
     await daemon.ok("POST", "/v1/sessions?wait=true", {"id": "a", "token_ids": [5]})
