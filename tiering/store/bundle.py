@@ -92,7 +92,7 @@ class Manifest:
                 int(found["points"]),
                 int(found["payload_bytes"]),
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise TransferFailed(f"the file's manifest cannot be read: {error}") from error
 
 

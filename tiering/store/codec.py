@@ -138,11 +138,15 @@ def decode_header(data: bytes | bytearray | memoryview) -> RecordHeader:
         raise TransferFailed("wrong header checksum")
     if codec != _CODEC_NONE:
         raise TransferFailed(f"codec {codec} is not known")
-    tenant = bytes(view[FIXED_BYTES : FIXED_BYTES + tenant_bytes]).decode()
     identity, digest, parent = digests
+    try:
+        tenant = bytes(view[FIXED_BYTES : FIXED_BYTES + tenant_bytes]).decode()
+        key = ObjectKey(ObjectKind(kind), tenant, digest)
+    except ValueError as error:
+        raise TransferFailed(f"a record of kind {kind} with a name that is none") from error
     return RecordHeader(
         identity=identity,
-        key=ObjectKey(ObjectKind(kind), tenant, digest),
+        key=key,
         parent=parent if flags & _FLAG_PARENT else None,
         header_bytes=header_bytes,
         payload_bytes=length,

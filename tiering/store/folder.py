@@ -20,6 +20,7 @@ from pathlib import Path
 
 from dsv4_tierd.tiering.errors import StoreUnavailable
 from dsv4_tierd.tiering.store.catalogue import Catalogue, Entry, Extent
+from dsv4_tierd.tiering.store.codec import DIGEST_BYTES
 from dsv4_tierd.tiering.store.files import Files
 from dsv4_tierd.tiering.store.identity import StoreIdentity, differences
 from dsv4_tierd.tiering.store.index import Index, IndexCorrupt
@@ -42,8 +43,9 @@ class FolderLock:
             raise StoreUnavailable(
                 f"{folder} is in use by process {owner}: a store folder has one owner"
             ) from error
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: only people read it
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
         """Let another process have the folder."""
@@ -90,9 +92,15 @@ def remember_identity(folder: Path, identity: StoreIdentity) -> None:
 
 def forget_identities(folder: Path, keep: set[bytes]) -> None:
     """Remove the field files of identities that have nothing stored."""
-    for path in (folder / "identities").glob("*.json"):
-        if bytes.fromhex(path.stem) not in keep:
-            path.unlink()
+    for digest in _identities(folder):
+        if digest not in keep:
+            _identity_path(folder, digest).unlink()
+
+
+def stored_identities(folder: Path) -> list[dict[str, object]]:
+    """The fields of every identity that wrote here and whose file can be read."""
+    found = [identity_fields(folder, digest) for digest in _identities(folder)]
+    return [fields for fields in found if fields]
 
 
 def identity_fields(folder: Path, digest: bytes) -> dict[str, object]:
@@ -121,6 +129,15 @@ def log_other_identities(folder: Path, identity: StoreIdentity, catalogue: Catal
             digest.hex()[:16],
             why,
         )
+
+
+def _identities(folder: Path) -> list[bytes]:
+    """Digests by their files; others in there are not ours."""
+    found = []
+    for path in sorted((folder / "identities").glob("*.json")):
+        with contextlib.suppress(ValueError):
+            found.append(bytes.fromhex(path.stem))
+    return [digest for digest in found if len(digest) == DIGEST_BYTES]
 
 
 def _identity_path(folder: Path, digest: bytes) -> Path:

@@ -189,7 +189,9 @@ class _Transaction:
 def _opening_error(path: Path, error: sqlite3.DatabaseError) -> Exception:
     """A damaged file can be rebuilt; a disk that refuses must not lead to that."""
     text = f"{path.name}: {error}"
-    if error.sqlite_errorcode & 0xFF in _REFUSED:
+    # Python's own errors, as of text that is no UTF-8, have no code.
+    code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    if code & 0xFF in _REFUSED:
         return StoreUnavailable(text)
     return IndexCorrupt(text)
 

@@ -169,8 +169,9 @@ def identities_of(tier: TierSpec) -> list[StoreIdentity]:
 
 def _fields(tier: TierSpec) -> list[dict[str, Any]]:
     if tier.folder is not None:
-        paths = sorted((tier.folder / "identities").glob("*.json"))
-        return [json.loads(path.read_text()) for path in paths]
+        from dsv4_tierd.tiering.store.folder import stored_identities
+
+        return stored_identities(tier.folder)
     if tier.redis_url is not None:
         from dsv4_tierd.tiering.store.redis import RedisStore
         from dsv4_tierd.tiering.store.redis_replies import as_object

@@ -68,7 +68,9 @@ class SegmentLog:
 
     def numbers_on_disk(self) -> list[int]:
         """Segments that have a file, oldest first."""
-        return sorted(int(path.stem) for path in self.folder.glob("*.seg"))
+        names = (path.stem for path in self.folder.glob("*.seg"))
+        numbers = {int(name) for name in names if name.isdecimal()}
+        return sorted(number for number in numbers if self.path(number).exists())
 
     def append(self, frames: Sequence[tuple[bytes, Buffer]]) -> list[Extent]:
         """Write (header, payload) records and make them durable; all of them or none.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from dsv4_tierd.tiering.blocks import Transcript, chain_root
 from dsv4_tierd.tiering.errors import NotFound, TransferFailed, UnsupportedCombination
@@ -207,3 +208,11 @@ def test_large_prefixes_go_in_batches(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(TransferFailed):
         import_prefix(io.BytesIO(file.getvalue()[:60_000]), cut, IDENTITY)
     assert present(cut, items) == [True] * 12 + [False] * 8
+
+
+def test_a_manifest_of_brackets_is_refused() -> None:
+    """JSON that is nested too deeply is a damaged file, whatever its checksum says."""
+    packed = b"[" * 100_000
+    head = b"DSV4PFX1" + len(packed).to_bytes(4, "little") + xxhash.xxh3_64_digest(packed)[::-1]
+    with pytest.raises(TransferFailed, match="manifest cannot be read"):
+        read_manifest(io.BytesIO(head + packed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -117,3 +118,15 @@ def test_payloads_are_not_copied_into_headers() -> None:
     header = codec.encode_header(IDENTITY.digest, page("a", size=1 << 20))
     assert len(header) == codec.header_size("") == 192
     assert codec.header_size("x") == codec.header_size("x" * 64) == 256
+
+
+@pytest.mark.parametrize("change", [{10: 9}, {192: 0xFF}])
+def test_a_name_that_is_none_fails_its_check(change: dict[int, int]) -> None:
+    """A kind that nobody knows, a tenant that is not text: right checksums do not help."""
+    header = bytearray(codec.encode_header(IDENTITY_BYTES, ITEM))
+    for at, value in change.items():
+        header[at] = value
+    covered = bytes(header[:184]) + bytes(header[192:])
+    header[184:192] = xxhash.xxh3_64_intdigest(covered).to_bytes(8, "little")
+    with pytest.raises(TransferFailed, match="a name that is none"):
+        codec.decode_header(header)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -13,6 +16,7 @@ import pytest
 
 from dsv4_tierd.tiering.errors import StoreUnavailable
 from dsv4_tierd.tiering.store.disk import DiskStore
+from dsv4_tierd.tiering.store.open import known_identities
 from dsv4_tierd.tiering.store.vault import DiskConfig
 from store_cases import (
     IDENTITY,
@@ -360,3 +364,57 @@ def test_a_bound_that_cannot_work_is_refused(tmp_path: Path) -> None:
     """Below a megabyte there is no room for the index."""
     with pytest.raises(ValueError, match="at least"):
         DiskStore(DiskConfig(tmp_path, bytes_max=1000), IDENTITY)
+
+
+def test_files_that_are_not_ours_stay_and_do_no_harm(tmp_path: Path) -> None:
+    """Somebody's copies and notes; a power cut left a file of fields empty."""
+    store = open_disk(tmp_path)
+    items = chain("a", 3)
+    store.put(items)
+    strange = [
+        tmp_path / "segments" / "00000001 (copy).seg",
+        tmp_path / "segments" / "7.seg",
+        tmp_path / "identities" / "notes.json",
+        tmp_path / "identities" / "ab.json",
+    ]
+    for path in strange:
+        path.write_text("mine")
+    empty = tmp_path / "identities" / f"{'0' * 64}.json"
+    empty.touch()
+    assert known_identities(f"disk:{tmp_path}") == [IDENTITY]
+    store.gc()
+    assert not empty.exists()
+    store.close()
+    (tmp_path / "index.sqlite").unlink()
+    store = open_disk(tmp_path)
+    assert [read(store, item) for item in items] == [item.payload for item in items]
+    assert all(path.read_text() == "mine" for path in strange)
+    store.close()
+
+
+def test_a_full_disk_does_not_lock_a_folder_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not the owner's number can be noted, the lock goes when the store does."""
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwrite", full)
+        open_disk(tmp_path).close()
+    open_disk(tmp_path).close()
+
+
+def test_an_index_whose_text_is_bad_is_rebuilt(tmp_path: Path) -> None:
+    """SQLite's own check does not look at it."""
+    store = open_disk(tmp_path)
+    items = chain("a", 3, tenant="t")
+    store.put(items)
+    store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "index.sqlite")) as db:
+        db.execute("UPDATE objects SET tenant = CAST(x'ff' AS TEXT) WHERE id = 2")
+        db.commit()
+    store = open_disk(tmp_path)
+    assert [read(store, item) for item in items] == [item.payload for item in items]
+    store.close()
