@@ -313,6 +313,7 @@ class TierManager:
         else:  # another session computed the same block: one copy is enough
             self.mirror_pool.free(mirror)
         if node.device != NO_PAGE:
+            self.memory.await_restores()  # another sequence's copy to this page may be under way
             self.device_pool.free(device)
         else:
             if node.mirror != mirror:

@@ -39,6 +39,7 @@ class PageMemory:
         page_bytes = self.mirror[:1, self._copied].shape[1]
         self.device = torch.zeros(device_pages, page_bytes, dtype=torch.uint8, device=device)
         self._copier = PageCopier(device) if device.type == "cuda" else None
+        self._restoring: torch.cuda.Event | None = None  # the latest copies of restore_all
         self.mirror_c4 = _views(layout.c4, self.mirror[:, : layout.c4_bytes])
         self.device_c4: tuple[Rows, ...] | None = None
         if whole:
@@ -64,10 +65,17 @@ class PageMemory:
         """
         if self._copier is not None:
             source = self.mirror[:, self._copied]
-            return self._copier.copy(self.device, device_pages, source, mirror_pages)
+            self._restoring = self._copier.copy(self.device, device_pages, source, mirror_pages)
+            return self._restoring
         for mirror_page, device_page in zip(mirror_pages, device_pages, strict=True):
             self.restore(mirror_page, device_page)
         return None
+
+    def await_restores(self) -> None:
+        """What the engine's stream is given from now on finds the copies of restore_all done."""
+        if self._restoring is not None:
+            self._restoring.wait()
+            self._restoring = None
 
     def duplicate(self, source: tuple[int, int], target: tuple[int, int]) -> None:
         """Copy a private page: (mirror, device) page numbers."""

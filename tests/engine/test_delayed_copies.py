@@ -91,3 +91,23 @@ def test_a_page_of_a_cancelled_restore_is_not_written_later(models) -> None:
     assert not copier.waiting
     world.run(name)
     world.settle()
+
+
+def test_a_block_that_another_restores_is_there_for_whoever_finishes_it(models) -> None:
+    """Decode ends a block whose device page another session is filling: it reads that page."""
+    model = models("SHC", 16)
+    prompt = text(1, 1000)
+    world = _late(model, 0, most=0)
+    expected = world.generate(world.open(), prompt, 60).token_ids
+    one = world.submit(world.open(), prompt, 60)
+    world.run_until(lambda: len(world.answers[one].token_ids) == 20)
+    _evict_all(world)
+    copier = world.tiers.memory._copier
+    copier.most, copier.draw = 1_000, random.Random(3)
+    two = world.submit(world.open(), prompt + expected[:50], 4)
+    world.step()
+    assert copier.waiting and not world.answers[two].token_ids
+    answers = world.run(one, two)
+    assert answers[0].token_ids == expected
+    assert answers[1].token_ids == expected[50:54]
+    world.settle()
