@@ -41,10 +41,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Pending:
-    """An operation that ends in a later step: ``poll`` returns its Ack, or None."""
+    """An operation that ends in a later step: ``poll`` returns its Ack, or None.
+
+    ``suspends``: the session that it suspends, and how far that is.
+    """
 
     op_id: int
     poll: Callable[[], m.Ack | None]
+    suspends: tuple[Session, Suspension] | None = None
 
 
 class Verbs:
@@ -185,11 +189,26 @@ class Verbs:
         self._engine.forget(session)
         if message.drop_from is None:
             return m.Ack(op_id=message.op_id)
-        tail_key = stored.digest if stored is not None and stored.owned else None
+        tails = self._end_suspensions(session)
+        if stored is not None and stored.owned:
+            tails.add(stored.digest)
         return self._when_gone(
             message.op_id,
-            retention.drop(session.transcript, session.salt, message.drop_from, tail_key),
+            retention.drop(session.transcript, session.salt, message.drop_from, tails),
         )
+
+    def _end_suspensions(self, session: Session) -> set[bytes]:
+        """A session is deleted: names of the tails that its suspensions may have written."""
+        tails: set[bytes] = set()
+        for pending in list(self._pending):
+            if pending.suspends is None or pending.suspends[0].id != session.id:
+                continue
+            if (digest := pending.suspends[1].tail_key) is not None:
+                tails.add(digest)
+            self._pending.remove(pending)
+            gone = SessionNotFound(f"session {session.id} was deleted meanwhile")
+            self._engine.send(m.Ack.refusing(pending.op_id, gone))
+        return tails
 
     def _when_gone(self, op_id: int, deletion: Future[int] | None) -> m.Ack | None:
         """Ack once the stored bytes are gone; at once if there is no store."""
@@ -286,7 +305,11 @@ class Verbs:
             return m.Ack(op_id=message.op_id)
         suspension = self._start_suspension(session)
         self._pending.append(
-            _Pending(message.op_id, lambda: self._suspended(message.op_id, session, suspension))
+            _Pending(
+                message.op_id,
+                lambda: self._suspended(message.op_id, session, suspension),
+                (session, suspension),
+            )
         )
         return None
 

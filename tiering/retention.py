@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -312,9 +312,9 @@ class Retention:
 
     # ------------------------------------------------------------ forgetting
     def drop(
-        self, transcript: Transcript, tenant: str, from_block: int, tail_key: bytes | None
+        self, transcript: Transcript, tenant: str, from_block: int, tails: Collection[bytes] = ()
     ) -> Future[int] | None:
-        """Forget a session's blocks from ``from_block`` on, in every tier, and its stored tail.
+        """Forget a session's blocks from ``from_block`` on, in every tier, and its stored tails.
 
         Blocks that a running sequence holds or a pin keeps are another's words too: they stay.
         The future is done when the stored bytes are gone; None: there is nothing stored.
@@ -329,8 +329,7 @@ class Retention:
             for key in gone
             for kind in (ObjectKind.PAGE, ObjectKind.RESUME)
         }
-        if tail_key is not None:
-            keys.add(ObjectKey(ObjectKind.TAIL, tenant, tail_key))
+        keys |= {ObjectKey(ObjectKind.TAIL, tenant, digest) for digest in tails}
         if not keys or not manager.coordinator.has_store:
             return None
         return manager.coordinator.submit_delete(

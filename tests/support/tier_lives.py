@@ -307,7 +307,7 @@ class Lives(RuleBasedStateMachine):
         if actor is not None:
             self.puppet.drop_tail(actor)
             self.actors.remove(actor)
-            self.retention.drop(actor.transcript, actor.tenant, block, None)
+            self.retention.drop(actor.transcript, actor.tenant, block)
 
     @rule()
     def purge(self) -> None:

@@ -339,7 +339,7 @@ def test_dropping_forgets_private_blocks_in_every_tier() -> None:
     rig.settle(rig.suspend(rig.actors[1], "other"))
     actor = rig.actors[0]
     rig.puppet.drop_tail(actor)
-    future = rig.retention.drop(actor.transcript, "", 2, None)
+    future = rig.retention.drop(actor.transcript, "", 2)
     assert future is not None
     future.result(timeout=60)
     hashes = actor.transcript.hashes
@@ -359,7 +359,7 @@ def test_dropping_leaves_what_a_running_sequence_holds() -> None:
     running = rig.puppet.actor(TEXTS[0][:800])
     rig.puppet.open(running)
     rig.puppet.drop_tail(actor)
-    future = rig.retention.drop(actor.transcript, "", 2, None)
+    future = rig.retention.drop(actor.transcript, "", 2)
     assert future is not None
     future.result(timeout=60)
     pages = {key.digest for key in store.naive.objects if key.kind is ObjectKind.PAGE}
