@@ -206,9 +206,8 @@ class Engine:
         started, first = time.perf_counter(), chunk.layer
         try:
             done = self.runner.advance(chunk, layers)
-        except torch.OutOfMemoryError as error:  # nothing that the sequence holds was written
-            log.error("a prefill chunk does not fit the device: %s", error)  # noqa: TRY400
-            self.fail(request, DeviceOutOfMemory(OUT_OF_MEMORY, retry_after_s=OUT_OF_MEMORY_S))
+        except torch.OutOfMemoryError as error:
+            self._out_of_memory(request, error)
             return True
         if decoding:
             self.runner.settle()
@@ -226,10 +225,19 @@ class Engine:
                 beside = bool(self.scheduler.in_state(State.DECODE))
                 options = self.options
                 size = options.chunk_tokens_beside if beside else options.chunk_tokens
-                self._chunk = self.runner.begin(seq, next_cut(seq, request.limit, size))
+                try:
+                    self._chunk = self.runner.begin(seq, next_cut(seq, request.limit, size))
+                except torch.OutOfMemoryError as error:
+                    self._out_of_memory(request, error)
+                    continue
                 return True
             self.end(request, "length")  # nothing to compute
         return False
+
+    def _out_of_memory(self, request: Request, error: torch.OutOfMemoryError) -> None:
+        """Its chunk does not fit: nothing that its sequence holds was written."""
+        log.error("a prefill chunk does not fit the device: %s", error)
+        self.fail(request, DeviceOutOfMemory(OUT_OF_MEMORY, retry_after_s=OUT_OF_MEMORY_S))
 
     def _finish_chunk(self, chunk: Chunk, request: Request) -> None:
         self._chunk = self._chunk_request = None
@@ -323,7 +331,7 @@ class Engine:
         """End a request with an error: its words are taken back, unless some were drawn on them."""
         self._release(request)
         if not request.drawn:
-            self.truncate(request.session, request.base)
+            self._take_back(request.session, request.base)
         self.counters.requests_failed += 1
         if request.op_id is not None:
             self.send(Ack.refusing(request.op_id, error))
@@ -353,13 +361,17 @@ class Engine:
         self.sessions.pop(session.id, None)
 
     def truncate(self, session: Session, length: int) -> None:
-        """Forget an idle session's words from ``length`` on, and a tail that saw them."""
+        """Forget an idle session's words from ``length`` on, and tails that may have seen them."""
         if length < len(session.transcript):
-            session.transcript.truncate(length)
+            self._take_back(session, length)
             if session.stored_tail is not None:
                 session.stored_tail.usable = False
-            if session.tail is not None and session.tail.position >= length:
-                self._drop_tail(session)
+
+    def _take_back(self, session: Session, length: int) -> None:
+        """Forget a request's words: no stored tail saw them, suspensions are of idle sessions."""
+        session.transcript.truncate(length)
+        if session.tail is not None and session.tail.position >= length:
+            self._drop_tail(session)
 
     def _drop_tail(self, session: Session) -> None:
         if session.tail is not None:

@@ -233,19 +233,29 @@ def test_progress_is_told(models) -> None:
     assert [(each.done, each.total) for each in told] == [(100, 300), (200, 300), (256, 300)]
 
 
-def test_a_chunk_that_does_not_fit_the_device_fails_alone(models) -> None:
+@pytest.mark.parametrize("call", ["begin", "advance"])
+def test_a_chunk_that_does_not_fit_the_device_fails_alone(models, call: str) -> None:
     """Out of memory in a prefill is that request's 503; the engine goes on, nothing is lost."""
     world = models("SCH", 16).world(chunk_tokens=100)
     session, prompt = world.open(), text(8, 350)
-    advance, failing = world.engine.runner.advance, [True]
+    runner, failing = world.engine.runner, [True]
+    begin, advance = runner.begin, runner.advance
 
-    def out_of_memory(chunk, layers):
-        if chunk.first >= 200 and failing:
+    def out_of_memory(at, first: int) -> None:
+        if call == at and first >= 200 and failing:
             failing.clear()
             raise torch.OutOfMemoryError
+
+    def beginning(seq, stop):
+        chunk = begin(seq, stop)
+        out_of_memory("begin", seq.position)
+        return chunk
+
+    def advancing(chunk, layers):
+        out_of_memory("advance", chunk.first)
         return advance(chunk, layers)
 
-    world.engine.runner.advance = out_of_memory
+    runner.begin, runner.advance = beginning, advancing
     failed = world.generate(session, prompt, 4).failed
     assert failed is not None
     assert (failed.code, failed.retry_after_s) == ("device_out_of_memory", 10.0)

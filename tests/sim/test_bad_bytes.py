@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from dsv4_tierd.engine import messages as m
+from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
 from dsv4_tierd.tiering.errors import StoreUnavailable
 from dsv4_tierd.tiering.store.protocol import ObjectKey, ObjectKind
-from hostile_store import HostileStore
+from hostile_store import HostileStore, ManualExecutor
 from small_models import Model, text
 from store_cases import IDENTITY, FaultyFiles, open_disk
 from truth import assert_true, assert_usage_adds_up, make_world, stats
@@ -163,6 +164,61 @@ def test_a_deleted_session_leaves_no_older_tail_behind(micro: Model) -> None:
     assert_true(micro, world, session, answer)
     assert world.op(m.CloseSession, session_id=session, drop_from=0).code is None
     assert not [key for key in store.naive.objects if key.kind is ObjectKind.TAIL]
+    finish(world)
+
+
+def test_a_refused_request_leaves_the_stored_tail_usable(micro: Model) -> None:
+    """Its words are taken back; what was suspended before them is not computed again."""
+    store = HostileStore()
+    world = make_world(micro, store)
+    session = world.open()
+    world.generate(session, WORDS, 1)
+    key = world.op(m.SuspendSession, session_id=session).tail_key
+    words = ids_bytes(world.tokens(session))
+    world.settle()
+    world = make_world(micro, store, max_batch=1)
+    world.verbs.handle(m.OpenSession(session_id=session, token_ids=words, tail_key=key))
+    running = world.submit(world.open(name="beside"), text(9, 20), 1000)
+    world.step()
+    patience, world.engine.scheduler.queue_timeout_s = world.engine.scheduler.queue_timeout_s, 0.0
+    refused = world.generate(session, text(8, 3), 2).failed
+    assert refused is not None and refused.code == "queue_full"
+    world.engine.scheduler.queue_timeout_s = patience
+    world.verbs.handle(m.Cancel(request_id=running))
+    answer = world.generate(session, text(8, 3), 2)
+    assert answer.usage.computed_tokens == 1 + 3
+    assert_true(micro, world, session, answer)
+    finish(world)
+
+
+@pytest.mark.parametrize("count", [100, 600])
+@pytest.mark.parametrize("written", [False, True])
+def test_a_session_deleted_while_it_is_suspended_leaves_no_tail_behind(
+    micro: Model, count: int, written: bool
+) -> None:
+    """What its suspension was about to write, or is writing, is gone when the deletion is told."""
+    store = HostileStore()
+    world = make_world(micro, store)
+    session = world.open()
+    for each in (session, world.open()):  # its blocks are another's too: they stay
+        world.generate(each, text(7, count), 1)
+    world.settle()
+    world.tiers.coordinator._writer.shutdown()
+    writer = world.tiers.coordinator._writer = ManualExecutor()  # type: ignore[assignment]
+    world.verbs.handle(m.SuspendSession(op_id=900, session_id=session))
+    if written:
+        world.step()
+        assert len(writer), "its tail is being written"
+    blocks = count // BLOCK_TOKENS
+    world.verbs.handle(m.CloseSession(op_id=901, session_id=session, drop_from=blocks))
+    while 901 not in world.acks:
+        assert writer.run_one()
+        world.step()
+    assert world.acks[900].code == "session_not_found"
+    assert world.acks[901].code is None
+    assert not [key for key in store.naive.objects if key.kind is ObjectKind.TAIL]
+    world.step()
+    assert not len(writer)
     finish(world)
 
 
