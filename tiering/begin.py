@@ -160,7 +160,8 @@ class Begin:
             log.warning("packed tail is not used, recomputing: %s", error)
             self._tails.free(seq.tail_slot)
             seq.tail_slot = NO_PAGE
-            self._idle.lose(tail)
+            if not IdleTails.lost(tail):  # taking the slot may have given it up
+                self._idle.lose(tail)
             raise StaleStart from error
         if has_page:
             mirror, device = (

@@ -108,8 +108,12 @@ def test_a_shared_tail_serves_each_fork_once_and_all_of_them() -> None:
     check_idle(tiers)
 
 
-def test_a_corrupt_packed_tail_is_lost_and_not_used() -> None:
-    """The start is stale; the next one computes, and everything is right."""
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_corrupt_packed_tail_is_lost_and_not_used(given_up: bool) -> None:
+    """The start is stale; the next one computes, and everything is right.
+
+    given_up: taking its slot packs another tail, for which the corrupt one is given up.
+    """
     tiers = tiny_tiers()
     puppet = Puppet(tiers)
     actor = puppet.run(TEXTS[0][:700])
@@ -119,6 +123,11 @@ def test_a_corrupt_packed_tail_is_lost_and_not_used() -> None:
     packed[-5] ^= 1
     actor.tail.packed = bytes(packed)
     actor.transcript.append(TEXTS[0][700:720].astype(np.int32))
+    others = []
+    if given_up:
+        tiers.idle._packed_bytes_max = len(packed)
+        while tiers.tails.free_count:
+            others.append(puppet.run(TEXTS[1][:300]))
     puppet.open(actor)
     with pytest.raises(StaleStart):
         puppet.ready(actor)
@@ -128,6 +137,8 @@ def test_a_corrupt_packed_tail_is_lost_and_not_used() -> None:
     seq = puppet.open(actor)
     assert puppet.ready(actor) and seq.position == 512
     puppet.prefill(seq, 720)
-    verify(puppet, actor)
+    verify(puppet, actor, *others)
     puppet.close(actor)
+    for other in others:
+        puppet.drop_tail(other)
     check_idle(tiers)
