@@ -63,6 +63,7 @@ class Catalogue:
         self._queue: list[tuple[int, int, Entry]] = []
         self._clock = 0
         self.count = 0
+        self.payload_bytes: dict[Space, int] = {}
 
     def find(self, identity: bytes, key: ObjectKey) -> Entry | None:
         """The entry of that name, or None."""
@@ -100,6 +101,7 @@ class Catalogue:
             self._children.setdefault((space, entry.anchor), []).append(entry)
         self._clock = max(self._clock, entry.used)
         self.count += 1
+        self._weigh(space, entry.payload_bytes)
         self._offer(entry)
 
     def remove(self, entry: Entry) -> None:
@@ -109,6 +111,7 @@ class Catalogue:
         del kinds[entry.key.kind][entry.key.digest]
         entry.live = False
         self.count -= 1
+        self._weigh(space, -entry.payload_bytes)
         if not any(kinds):
             del self._objects[space]
         if entry.anchor is None:
@@ -171,6 +174,11 @@ class Catalogue:
         if victim is not None:
             self.remove(victim)
         return victim
+
+    def _weigh(self, space: Space, change: int) -> None:
+        self.payload_bytes[space] = self.payload_bytes.get(space, 0) + change
+        if not self.payload_bytes[space]:
+            del self.payload_bytes[space]
 
     def _offer(self, entry: Entry) -> None:
         if entry.live and not entry.queued and not self.children(entry):

@@ -170,6 +170,12 @@ class DiskStore:
                 found = self._vault.catalogue.of_tenant(tenant)
             return self._vault.remove(found)
 
+    def bytes_by_tenant(self) -> dict[str, int]:
+        """Payload bytes of this identity."""
+        with self._vault.lock:
+            sizes = self._vault.catalogue.payload_bytes.items()
+            return {tenant: size for (own, tenant), size in sizes if own == self._identity}
+
     def usage(self) -> StoreUsage:
         """Gauges over all identities; ``bytes_used`` includes the index."""
         with self._vault.lock:

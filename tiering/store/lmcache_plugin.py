@@ -22,7 +22,9 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from blake3 import blake3
@@ -129,21 +131,12 @@ class Backend:
             log.warning("store: an object of LMCache's is not served: %s", error)
             return False
 
-    def remove(self, keys: Sequence[Any]) -> tuple[list[Any], list[int]]:
-        """Remove objects; the keys that were there, and their bytes. Raises TierError."""
-        found = [(key, self.store.find(object_key(key))) for key in keys]
-        there = [(key, facts.payload_bytes) for key, facts in found if facts is not None]
-        self.store.delete([object_key(key) for key, _ in there])
-        return [key for key, _ in there], [size for _, size in there]
-
-    def bytes_by_salt(self) -> dict[str, int]:
-        """What is stored already, by tenant."""
-        found: dict[str, int] = {}
-        own = _IDENTITY.digest.hex()
-        for item in self.store.list_objects():
-            if item.identity == own:
-                found[item.tenant] = found.get(item.tenant, 0) + item.payload_bytes
-        return found
+    def remove(self, keys: Sequence[Any]) -> list[int]:
+        """Remove objects; the bytes of each, 0 where it was not there. Raises TierError."""
+        names = [object_key(key) for key in keys]
+        found = [self.store.find(name) for name in names]
+        self.store.delete(names)
+        return [0 if facts is None else facts.payload_bytes for facts in found]
 
     def close(self) -> None:
         """Finish what runs, and let the folder go."""
@@ -165,9 +158,20 @@ class _Adapter:
         self._backend = Backend(params)
         super().__init__(max_capacity_bytes=self._backend.bytes_max)  # type: ignore[call-arg]
         self._store_efd, self._lookup_efd, self._load_efd = (self._notifier() for _ in range(3))
-        # Counted from what is there, so that a restart forgets nothing.
-        self._bytes_by_cache_salt = self._backend.bytes_by_salt()
+        self._bytes_by_cache_salt = self._backend.store.bytes_by_tenant()
         self._total_bytes_used = sum(self._bytes_by_cache_salt.values())
+
+    def get_usage(self) -> Any:
+        """Counted from what is there: the store gives objects up by itself, and forgets bad ones.
+
+        Were they counted still, LMCache would think the folder full, and delete for ever.
+        """
+        found = self._backend.store.bytes_by_tenant()
+        return replace(
+            super().get_usage(),  # type: ignore[misc]
+            total_bytes_used=sum(found.values()),
+            bytes_by_cache_salt=MappingProxyType(found),
+        )
 
     def get_store_event_fd(self) -> int:
         return int(self._store_efd.fileno())
@@ -225,12 +229,12 @@ class _Adapter:
 
     def delete(self, keys: list[Any]) -> None:
         try:
-            gone, sizes = self._backend.remove(keys)
+            sizes = self._backend.remove(keys)
         except TierError as error:
             log.warning("store: objects of LMCache's are not deleted yet: %s", error)
             return
-        if gone:
-            self._notify_keys_deleted(gone, sizes)
+        if keys:  # also of those that the store had given up: nobody said so yet
+            self._notify_keys_deleted(keys, sizes)
 
     def report_status(self) -> dict[str, Any]:
         usage = self._backend.store.usage()

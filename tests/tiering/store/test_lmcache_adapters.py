@@ -204,12 +204,13 @@ def wait_for(query: Callable[[], Any]) -> Any:
     raise AssertionError("no answer")
 
 
-def make_plugin(folder: Path) -> Any:
+def make_plugin(folder: Path, **params: str) -> Any:
     """Our class, made by LMCache as it makes any adapter."""
     from lmcache.v1.distributed.l2_adapters import create_l2_adapter
     from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_class
 
     spec = plugin_spec(folder)
+    spec["adapter_params"] |= params
     return create_l2_adapter(get_l2_adapter_config_class("plugin").from_dict(spec))
 
 
@@ -246,6 +247,21 @@ def test_lmcache_stores_into_our_folder(tmp_path: Path) -> None:
     assert [loaded.test(index) for index in range(6)] == [False, False, True, True, True, False]
     assert again.report_status()["is_healthy"]
     again.close()
+
+
+def test_what_our_folder_gives_up_is_not_counted(tmp_path: Path) -> None:
+    """More than twice the budget went in: LMCache is told of what is there, and need delete nothing."""
+    adapter = make_plugin(tmp_path, bytes_max="4MiB")
+    keys = [their_key(index) for index in range(100)]
+    for key in keys:
+        adapter.submit_store_task([key], [memory(100_000)])
+        assert wait_for(adapter.pop_completed_store_tasks)
+    usage = adapter.get_usage()
+    assert 2 << 20 < usage.total_bytes_used < 4 << 20
+    assert usage.bytes_by_cache_salt == {"": usage.total_bytes_used}
+    adapter.delete(keys)
+    assert (adapter.get_usage().total_bytes_used, adapter.report_status()["objects"]) == (0, 0)
+    adapter.close()
 
 
 @contextlib.contextmanager
