@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -276,8 +277,10 @@ class Shelf:
     def sweep(self) -> int:
         """Remove what an earlier call was kept from removing; how many extents or records."""
         while self._unsure:
-            self.discard_unused(self._unsure[-1:])
-            self._unsure.pop()
+            oldest = self._unsure[0]
+            self.discard_unused([oldest])
+            with contextlib.suppress(ValueError):  # another thread did it too
+                self._unsure.remove(oldest)
         doomed = self.names.doomed
         dooms = self.link.call(doomed, "HKEYS", doomed, read=_dooms)
         self.discard(dooms)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count
 
 import pytest
@@ -14,6 +14,7 @@ import redis
 
 import redis_servers
 from dsv4_tierd.tiering.errors import PreconditionFailed, StoreUnavailable
+from dsv4_tierd.tiering.store.redis_rows import EXTENTS, Doom
 from proxy import Fault, Proxy
 from redis_cases import DEADLINE_S, SLACK_S, eventually, open_hasty, open_redis
 from redis_servers import BINARIES, Server
@@ -336,4 +337,24 @@ def test_it_says_that_it_went_and_came(proxy: Proxy, caplog: pytest.LogCaptureFi
     said = [record.message for record in caplog.records]
     assert len([line for line in said if "is away" in line]) == 1
     assert len([line for line in said if "is connected" in line]) == 1
+    store.close()
+
+
+def test_what_becomes_unsure_during_a_sweep_is_swept_too(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer's answer is lost while what an earlier one left over is looked at."""
+    store = open_redis(proxy.url)
+    early, late = (Doom(EXTENTS + name, 1) for name in (b"early", b"late"))
+    looked_at: list[Doom] = []
+
+    def look(dooms: Iterable[Doom]) -> None:
+        looked_at.extend(dooms)
+        if len(looked_at) == 1:
+            store.shelf.unsure([late])
+
+    monkeypatch.setattr(store.shelf, "discard_unused", look)
+    store.shelf.unsure([early])
+    store.shelf.sweep()
+    assert looked_at == [early, late]
     store.close()
