@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dsv4_tierd.daemon.ledger import AnyEvent, Changed, Created, Moved, Suspended
 from dsv4_tierd.daemon.service import Service
@@ -140,15 +140,19 @@ async def catch_up(service: Service, session: Session) -> None:
     await service.journal.commit(facts)
 
 
-async def change(service: Service, session: Session, changed: Changed) -> None:
-    """New metadata and time to live; a session that waits in a shared store has them there too."""
-    if session.record.shared_version and session.state is SessionState.SUSPENDED:
-        with session.taken(SessionState.SUSPENDING):
-            await service.shared.claim(session)
-            await service.journal.commit([changed])
-            await write_down(service, session, "store", None)
-    else:
-        await service.journal.commit([changed])
+async def change(service: Service, session: Session, changed: Callable[[], Changed]) -> None:
+    """New metadata and time to live; a session that waits in a shared store has them there too.
+
+    ``changed`` is asked once what was changed before is a fact: it says what stays, too.
+    """
+    async with session.changing:
+        if session.record.shared_version and session.state is SessionState.SUSPENDED:
+            with session.taken(SessionState.SUSPENDING):
+                await service.shared.claim(session)
+                await service.journal.commit([changed()])
+                await write_down(service, session, "store", None)
+        else:
+            await service.journal.commit([changed()])
 
 
 def _suspended(session: Session, record: SessionRecord, version: int) -> Suspended:

@@ -55,12 +55,13 @@ class Operations:
 
     def start(self, operation: Operation, work: Coroutine[Any, Any, dict[str, Any]]) -> Operation:
         """Run ``work``; its result or TierError ends up in the operation. Raises QueueFull."""
-        self._make_room()
+        self.make_room()
         self._known[operation.id] = operation
         self._tasks.create_task(_run(operation, work), name=f"{operation.verb} {operation.id}")
         return operation
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
+        """For one more. Raises QueueFull."""
         if len(self._known) < OPERATIONS_MAX:
             return
         for id, operation in self._known.items():

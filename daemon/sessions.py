@@ -101,6 +101,7 @@ class Session:
         self.run: Run | None = None
         self.lease: Lease | None = None
         self.version_seen = 0
+        self.changing = asyncio.Lock()  # of its metadata and time to live
         self.pending_ids = b""  # appended by the running request, not yet journalled
         self.subscribers: set[Subscriber] = set()
         self._ledger = ledger
@@ -128,6 +129,13 @@ class Session:
         """Whether it may be handed to another daemon: its words may leave this one."""
         record = self._ledger.records.get(self.uid)
         return not self.ephemeral and (record is None or record.write_policy != "never")
+
+    @property
+    def is_anybodys(self) -> bool:
+        """Whether it waits in the shared store for whoever resumes it."""
+        record = self._ledger.records.get(self.uid)
+        suspended = record is not None and record.suspended_tier == "store"
+        return suspended and not self.is_busy and bool(self.record.shared_version)
 
     @property
     def state(self) -> SessionState:

@@ -75,6 +75,7 @@ class SharedSessions:
         self._server, self._ttl_s, self._identity = server, ttl_s, identity
         self.deleted_elsewhere: set[Session] = set()  # what is left of them here is to go
         self._claimed: dict[str, Session] = {}
+        self._left_over: set[Session] = set()
         if server is not None:
             self._loop = asyncio.get_running_loop()
             self._pool = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="lease-call")
@@ -110,6 +111,12 @@ class SharedSessions:
         if not self.up:
             return []
         return [session for session in self._claimed.values() if not self.owns(session)]
+
+    def left_over(self) -> list[Session]:
+        """Sessions held at the last call too that are anybody's: what was to be done failed."""
+        found = {session for session in self._claimed.values() if session.is_anybodys}
+        before, self._left_over = self._left_over, found
+        return list(before & found)
 
     # ------------------------------------------------------------ claims
     async def claim(self, session: Session, *, newer_is_fine: bool = False) -> None:
@@ -343,9 +350,8 @@ def holder_name(state_dir: Path, name: str) -> str:
     The folder is locked, so an earlier life under that name is dead: its claims are this one's.
     """
     file = state_dir / "holder"
-    try:
-        mark = file.read_text().strip()
-    except FileNotFoundError:
+    mark = file.read_text().strip() if file.exists() else ""
+    if not mark:  # new, or a power cut emptied it
         mark = uuid4().hex[:12]
         part = file.with_suffix(".new")
         part.write_text(mark + "\n")

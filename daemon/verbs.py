@@ -340,6 +340,9 @@ async def sweep(service: Service) -> None:
         await asyncio.sleep(SWEEP_S)
         for session in service.shared.adrift():
             await service.regain(session)
+        for session in service.shared.left_over():
+            with contextlib.suppress(SessionBusy), session.taken(SessionState.SUSPENDING):
+                await service.shared.release(session)
         now_s = time.time()
         for session in service.sessions:
             if session.is_busy or session.uid not in service.journal.ledger.records:

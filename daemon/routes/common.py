@@ -14,8 +14,9 @@ from dsv4_tierd.daemon.operations import Operation, OperationState, new_operatio
 from dsv4_tierd.daemon.service import Service
 from dsv4_tierd.daemon.sessions import Session, check_salt
 from dsv4_tierd.daemon.tokenize import Piece
+from dsv4_tierd.daemon.transcript import Transcript
 from dsv4_tierd.daemon.wire import Input, bytes_ids, error_json, pack_ids
-from dsv4_tierd.tiering.errors import InvalidRequest, PreconditionFailed
+from dsv4_tierd.tiering.errors import InvalidRequest, PreconditionFailed, SessionBusy
 
 OCTETS = "application/octet-stream"
 
@@ -98,6 +99,15 @@ def check_expected(session: Session, expected: int | None) -> None:
         raise PreconditionFailed(
             f"the session has {session.length} tokens, not {expected}", param="expected_tokens"
         )
+
+
+def check_unmoved(session: Session, read: Transcript) -> None:
+    """Raises SessionBusy: the session is not at ``read`` any more, which new words are to follow.
+
+    To be called when they are encoded: that takes its time, and nobody holds the session meanwhile.
+    """
+    if session.transcript is not read:
+        raise SessionBusy(f"session {session.id!r} went on meanwhile: one request at a time")
 
 
 def session_json(session: Session) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dsv4_tierd.daemon import wire
 from dsv4_tierd.daemon.middleware import json_response, refuse_key_on_stream
 from dsv4_tierd.daemon.routes.common import (
     check_expected,
+    check_unmoved,
     ids_of,
     is_octets,
     service_of,
@@ -40,7 +41,9 @@ async def generate(request: web.Request) -> web.StreamResponse:
     if body.stream:
         refuse_key_on_stream(request)
     check_expected(session, body.expected_tokens)
+    before = session.transcript
     work = await _work(service, session, body, octets)
+    check_unmoved(session, before)
     run = await service.submit(session, work)
     try:
         if not body.stream:

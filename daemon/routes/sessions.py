@@ -13,6 +13,7 @@ from dsv4_tierd.daemon.middleware import json_response
 from dsv4_tierd.daemon.operations import Operation
 from dsv4_tierd.daemon.routes.common import (
     check_expected,
+    check_unmoved,
     flag,
     ids_of,
     is_octets,
@@ -89,6 +90,7 @@ def _without(request: web.Request, *names: str) -> dict[str, str]:
 async def _start_append(
     service: Service, session: Session, operation: Operation, work: Work
 ) -> None:
+    service.operations.make_room()
     run = await service.submit(session, work)
     service.operations.start(operation, _appended(service, session, operation, run))
 
@@ -122,10 +124,13 @@ async def append(request: web.Request) -> web.Response:
     check_expected(session, body.expected_tokens)
     if not body.given() and octets is None:
         raise InvalidRequest("give one of messages, text, token_ids")
+    before = session.transcript
     ids, turn = await ids_of(service, session, body, octets)
+    check_unmoved(session, before)
     if not ids:
         raise InvalidRequest("there is nothing to append: the input has no tokens")
     flag(request, "wait")  # a bad one is refused before anything starts
+    service.operations.make_room()  # what is refused has changed nothing
     run = await service.submit(session, Work(append_ids=ids, turn=_turn(turn)))
     operation = operation_on(session, "append")
     return await long_verb(request, operation, _appended(service, session, operation, run))
@@ -165,12 +170,15 @@ async def patch_one(request: web.Request) -> web.Response:
     """Change ttl and metadata."""
     session = session_of(request)
     body = wire.decode(await request.read(), wire.PatchSession)
-    record = session.record
-    ttl_s = record.ttl_s if isinstance(body.ttl, UnsetType) else body.ttl
-    metadata = record.metadata if isinstance(body.metadata, UnsetType) else body.metadata
-    changed = Changed(
-        uid=session.uid, metadata=wire.check_metadata(metadata), ttl_s=wire.check_ttl(ttl_s)
-    )
+
+    def changed() -> Changed:
+        record = session.record
+        ttl_s = record.ttl_s if isinstance(body.ttl, UnsetType) else body.ttl
+        metadata = record.metadata if isinstance(body.metadata, UnsetType) else body.metadata
+        return Changed(
+            uid=session.uid, metadata=wire.check_metadata(metadata), ttl_s=wire.check_ttl(ttl_s)
+        )
+
     await handover.change(service_of(request), session, changed)
     return json_response(session_json(session))
 

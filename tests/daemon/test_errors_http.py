@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from daemon_harness import Daemon, run_daemon
+from dsv4_tierd.daemon import operations
 from dsv4_tierd.daemon.middleware import error_response
 from dsv4_tierd.tiering import errors
 
@@ -343,3 +344,17 @@ async def test_the_engines_refusals_keep_their_status_also_for_streams(
         assert (await daemon.ok("GET", "/v1/sessions/a"))["tokens"] == 0
         assert not daemon.service.running
         await asyncio.sleep(0)
+
+
+async def test_an_append_that_is_refused_appends_nothing(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many operations run as may: 429 says that nothing was done."""
+    await daemon.ok("POST", "/v1/sessions", {"id": "a"})
+    monkeypatch.setattr(operations, "OPERATIONS_MAX", 0)
+    for path, body in ("/v1/sessions/a/append", {}), ("/v1/sessions", {"id": "b"}):
+        status, found, _ = await daemon.call("POST", path, body | {"token_ids": [5]})
+        assert (status, found["error"]["code"]) == (429, "queue_full")
+    await daemon.until(lambda: daemon.service.sessions.find("", "b") is None)
+    session = daemon.service.sessions.get("", "a")
+    assert (session.is_busy, session.length) == (False, 0)

@@ -16,6 +16,7 @@ from dsv4_tierd.daemon.bridge import restarting
 from dsv4_tierd.daemon.journal import Journal, JournalFile
 from dsv4_tierd.daemon.ledger import AnyEvent, Created, Ledger
 from dsv4_tierd.daemon.sessions import SessionState
+from dsv4_tierd.daemon.tokenize import Piece
 from dsv4_tierd.engine.messages import AskStats, Cancel, Failed, OpenSession, Submit, ToWorker
 from dsv4_tierd.tiering.errors import InvalidRequest, StoreUnavailable
 
@@ -82,6 +83,48 @@ async def test_who_leaves_a_fork_leaves_it_its_words(
     await daemon.until(lambda: len(daemon.service.journal.ledger.records) == 2)
     answer = await daemon.ok("POST", "/v1/sessions/b/generate", {"max_tokens": 3})
     assert answer["token_ids"] == expected([5, 6, 7, 8], 3)
+
+
+async def test_words_follow_those_that_they_were_encoded_for(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another request comes and goes while a text is tokenised: it is refused, and not appended."""
+    await daemon.ok("POST", "/v1/sessions?wait=true", {"id": "a", "token_ids": [5, 6]})
+    encode, asked, go = daemon.service.text.encode, asyncio.Event(), asyncio.Event()
+
+    async def slow(pieces: Sequence[Piece]) -> bytes:
+        asked.set()
+        await go.wait()
+        return await encode(pieces)
+
+    monkeypatch.setattr(daemon.service.text, "encode", slow)
+    body = {"text": "hello", "expected_tokens": 2}
+    late = [
+        asyncio.create_task(daemon.call("POST", f"/v1/sessions/a/{verb}", body))
+        for verb in ("append", "generate")
+    ]
+    await asked.wait()
+    await daemon.ok("POST", "/v1/sessions/a/append?wait=true", {"token_ids": [7]})
+    go.set()
+    for status, found, _ in await asyncio.gather(*late):
+        assert (status, found["error"]["code"]) == (409, "session_busy")
+    assert daemon.service.sessions.get("", "a").transcript.length == 3
+
+
+async def test_two_changes_at_once_are_both_kept(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the time to live, one of the metadata, which each say the other as it was."""
+    await daemon.ok("POST", "/v1/sessions", {"id": "a"})
+    disk = SlowDisk(monkeypatch)
+    one = asyncio.create_task(daemon.ok("PATCH", "/v1/sessions/a", {"ttl": 500}))
+    await daemon.until(disk.writing.is_set)
+    two = asyncio.create_task(daemon.ok("PATCH", "/v1/sessions/a", {"metadata": {"k": 1}}))
+    await asyncio.sleep(0.1)  # it has come
+    disk.go.set()
+    await asyncio.gather(one, two)
+    record = daemon.service.sessions.get("", "a").record
+    assert (record.ttl_s, record.metadata) == (500, {"k": 1})
 
 
 async def test_what_cannot_be_written_is_its_senders_fault(tmp_path: Path) -> None:

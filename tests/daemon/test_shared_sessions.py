@@ -14,6 +14,7 @@ import redis_servers
 from daemon_harness import Daemon, expected, run_daemon
 from dsv4_tierd.daemon import session_record, verbs
 from dsv4_tierd.daemon.sessions import SessionState
+from dsv4_tierd.daemon.shared import holder_name
 from proxy import Fault, Proxy
 
 WORDS = list(range(5, 25))
@@ -230,6 +231,27 @@ async def test_the_same_words_again_are_gone_on_from(
         words += [6, *(await generate(a, [6]))["token_ids"]]
     async with run_daemon(pair.folder / "a", **settings) as a:
         assert (await generate(a, [7]))["token_ids"] == expected([*words, 7], 3)
+
+
+async def test_a_request_that_is_refused_keeps_no_suspended_session(pair: Pair) -> None:
+    """What one daemon did not begin with is still there for the other."""
+    a, b = await pair.start("a"), await pair.start("b")
+    await a.ok("POST", "/v1/sessions", {"id": "s"})
+    await generate(a, WORDS)
+    await a.ok("POST", "/v1/sessions/s" + SUSPEND, {})
+    too_many = {"token_ids": [5], "max_tokens": 1 << 24}
+    assert (await refused(a, "/generate", too_many))[:2] == (400, "context_length_exceeded")
+    assert a.service.shared.count == 1
+    await a.until(lambda: not a.service.shared.count)
+    await b.ok("POST", "/v1/sessions/s" + RESUME, {})
+
+
+def test_an_empty_name_of_a_holder_is_drawn_anew(tmp_path: Path) -> None:
+    """A power cut may leave the file empty, on two machines of one name."""
+    (tmp_path / "holder").touch()
+    drawn = holder_name(tmp_path, "host")
+    assert len(drawn) > len("host-")
+    assert holder_name(tmp_path, "host") == drawn
 
 
 async def _nothing(*_: object) -> None:
