@@ -250,7 +250,7 @@ def test_lmcache_stores_into_our_folder(tmp_path: Path) -> None:
 
 
 def test_what_our_folder_gives_up_is_not_counted(tmp_path: Path) -> None:
-    """More than twice the budget went in: LMCache is told of what is there, and need delete nothing."""
+    """More than the budget went in: LMCache is told of what is there, and need delete nothing."""
     adapter = make_plugin(tmp_path, bytes_max="4MiB")
     keys = [their_key(index) for index in range(100)]
     for key in keys:
