@@ -38,8 +38,8 @@ class Scheduler:
     def admissible(self) -> list[Request]:
         """Queued requests to try now, in order.
 
-        One that would compute what a running prefill is computing waits for it, and lets later
-        ones pass.
+        One that would compute what a running prefill is computing, or one before it here, waits for
+        that, and lets later ones pass.
         """
         room = self._running_max - len(self.running)
         leaders = [
@@ -51,9 +51,8 @@ class Scheduler:
                 break
             if self._reuse and any(_follows(request, leader) for leader in leaders):
                 request.queued_at = time.monotonic()  # waiting for pages is not waiting for room
-            else:
+            elif not self._reuse or not any(_follows(request, before) for before in chosen):
                 chosen.append(request)
-                leaders.append(request)
         return chosen
 
     def expired(self) -> list[Request]:

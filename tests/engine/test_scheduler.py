@@ -142,6 +142,21 @@ def test_waiting_has_an_end(crowded) -> None:
     world.settle()
 
 
+def test_who_waits_for_one_that_waits_for_room_has_waited_too(crowded) -> None:
+    """Equal prompts that find no room are refused together, not one after the other."""
+    world, room = crowded, crowded.plan.context_tokens
+    first = world.submit(world.open(), text(440, 10), room - 10)
+    world.step()
+    late = [world.submit(world.open(), text(446, 300), room - 300) for _ in range(3)]
+    for name in late:
+        world.engine.requests[name].queued_at -= 2 * world.engine.scheduler.queue_timeout_s
+    world.step()
+    refused = [world.answers[name].failed for name in late]
+    assert [each and each.code for each in refused] == [HostPoolExhausted.code] * 3
+    world.verbs.handle(m.Cancel(request_id=first))
+    world.settle()
+
+
 def test_the_first_in_line_is_not_overtaken(crowded) -> None:
     """A large request that must wait for room is not starved by small ones behind it."""
     world, room = crowded, crowded.plan.context_tokens
