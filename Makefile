@@ -4,7 +4,7 @@
 #   make test              all tests (those that need a GPU say that they were skipped)
 #
 #   PYTHON=python3.12      another interpreter        VENV=/tmp/v        another place
-#   PIP_ARGS="--index-url …"  another package index   WORKERS=4          tests at a time
+#   PIP_ARGS="--index-url …"  another package index   WORKERS=4          tests at a time (one a core)
 
 VENV ?= .venv
 VENV_LMCACHE ?= .venv-lmcache
@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null \
 	&& echo $$p && break; done)
 PIP_ARGS ?=
-WORKERS ?= 2
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 ARGS ?=
 
 # Without a GPU a CPU build of torch is enough; the newest release may bring gigabytes of CUDA.

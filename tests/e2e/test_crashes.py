@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
 import subprocess
@@ -11,7 +12,9 @@ from typing import Any
 
 import aiohttp
 
+from dsv4_tierd.engine.model.transformer import Transformer
 from live_daemon import CLI, ENVIRON, Live, live_daemon, until
+from world import World
 
 NAMES = "abcd"
 STORED = "ab"  # acknowledged as stored before the kill
@@ -34,14 +37,12 @@ async def load(live: Live) -> None:
         await live.ok("POST", f"/v1/sessions/{name}/suspend?wait=true", {"tier": "store"})
 
 
-async def undisturbed(folder: Path, model: Path) -> dict[str, list[int]]:
-    """What each session answers where nothing happens."""
-    async with live_daemon(folder, model, store="none") as live:
-        answers = {}
-        for n, name in enumerate(NAMES):
-            await live.create(name, words(n))
-            answers[name] = (await live.generate(name, QUESTION, DRAWN))["token_ids"]
-        return answers
+@functools.cache
+def undisturbed(model: Path) -> dict[str, list[int]]:
+    """What each session answers where nothing happens: one engine, no daemon."""
+    world = World(Transformer.load(model), model)
+    answers = (world.generate(world.open(words(n)), QUESTION, DRAWN) for n in range(len(NAMES)))
+    return {name: answer.token_ids for name, answer in zip(NAMES, answers, strict=True)}
 
 
 async def collect(live: Live, name: str, into: list[tuple[str, Any]]) -> None:
@@ -66,8 +67,7 @@ async def go_on(live: Live, answers: dict[str, list[int]]) -> None:
 
 async def test_the_engine_is_killed_while_four_sessions_stream(tmp_path: Path, micro: Path) -> None:
     """Streams end with engine_restarting, new calls are 503, it comes back, nothing is lost."""
-    (tmp_path / "plain").mkdir()
-    answers = await undisturbed(tmp_path / "plain", micro)
+    answers = undisturbed(micro)
     async with live_daemon(tmp_path, micro) as live:
         await load(live)
         seen: dict[str, list[tuple[str, Any]]] = {name: [] for name in NAMES}
@@ -94,8 +94,7 @@ async def test_the_engine_is_killed_while_four_sessions_stream(tmp_path: Path, m
 
 async def test_the_daemon_is_killed_while_four_sessions_stream(tmp_path: Path, micro: Path) -> None:
     """Its engine goes with it; a daemon on the same state folder has every session."""
-    (tmp_path / "plain").mkdir()
-    answers = await undisturbed(tmp_path / "plain", micro)
+    answers = undisturbed(micro)
     async with live_daemon(tmp_path, micro) as live:
         await load(live)
         seen: dict[str, list[tuple[str, Any]]] = {name: [] for name in NAMES}
@@ -178,8 +177,7 @@ async def test_the_engine_comes_back_though_its_store_cannot_be_opened(
     tmp_path: Path, micro: Path
 ) -> None:
     """A cache that is gone costs computing, not the service; it is used again once it is back."""
-    (tmp_path / "plain").mkdir()
-    answers = await undisturbed(tmp_path / "plain", micro)
+    answers = undisturbed(micro)
     async with live_daemon(tmp_path, micro) as live:
         await load(live)
         away = tmp_path / "away"

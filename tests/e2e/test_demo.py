@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
+from dsv4_tierd.daemon.demo import TABLE_COLUMNS, Step, table_of, verdict_of
 from live_daemon import CLI, ENVIRON, until
 
 
@@ -38,23 +41,12 @@ async def finish(process: subprocess.Popen[str], timeout_s: float) -> tuple[int,
 
 @pytest.mark.slow
 async def test_the_demo_proves_what_it_shows(tiny: Path) -> None:
-    """Without a terminal it prints its progress and a table, and every token is proved equal."""
-    process = start(tiny, "--tokens", "2000")
-    code, out, err = await finish(process, 240)
-    assert code == 0, out + err
-    assert "load source code: " in out
-    assert "the same without tiering: " in out
-    for step in ("fork four agents", "suspend to the store", "kill -9 and restart", "go on"):
-        assert f"│ {step}" in out
-    assert out.splitlines()[-1] == "Every token equals the run with --tiering off."
-
-
-@pytest.mark.slow
-async def test_the_demo_in_json(tiny: Path) -> None:
-    """--json gives the table's numbers: after the kill, everything comes from the store."""
+    """After the kill everything comes from the store; every token is proved equal; then as text."""
     process = start(tiny, "--tokens", "1500", "--json")
     code, out, err = await finish(process, 240)
     assert code == 0, err
+    assert "load source code: " in err
+    assert "the same without tiering: " in err
     found = json.loads(out)
     assert found["equal"] is True
     steps = {step["name"]: step for step in found["steps"]}
@@ -62,6 +54,12 @@ async def test_the_demo_in_json(tiny: Path) -> None:
     assert steps["fork four agents"]["computed"] == 0
     assert steps["resume"]["store"] >= 1280
     assert steps["go on"]["computed"] < 100
+    text = Console(width=TABLE_COLUMNS, file=io.StringIO())
+    text.print(table_of([Step(**step) for step in found["steps"]]))
+    assert isinstance(text.file, io.StringIO)
+    for name in ("fork four agents", "suspend to the store", "kill -9 and restart", "go on"):
+        assert f"│ {name}" in text.file.getvalue()
+    assert str(verdict_of(True)) == "Every token equals the run with --tiering off."
     assert steps["go on"]["bytes_by_tier"]["store"] > 0
 
 

@@ -107,7 +107,7 @@ async def hit(live: Live, prefix: list[int], tier: str = "store") -> list[int]:
     return list((await live.generate("other", QUESTION))["token_ids"])
 
 
-@on("redis", LMCACHE, "tiered")
+@on("redis", LMCACHE)
 async def test_a_prefix_of_one_is_the_others_hit(two: Two) -> None:
     """>= 99 % from the store, tokens equal, while A lives."""
     prefix = words(1)

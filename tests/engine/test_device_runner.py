@@ -203,7 +203,7 @@ def test_a_step_is_told_the_pages_of_its_own_sessions(models) -> None:
     watched = Watched(world.engine.runner._step_for(2, 1))
     prefix = text(1, 256)
     world.generate(world.open(), prefix, max_tokens=1)
-    for turn in range(20):
+    for turn in range(8):
         pair = [prefix if turn % 2 == 0 else text(10 + 2 * turn + i, 256) for i in range(2)]
         ends = [text(60 + 2 * turn + i, 3) for i in range(2)]
         submitted = [

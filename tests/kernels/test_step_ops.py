@@ -71,8 +71,8 @@ from dsv4_tierd.kernels.linear import linear
 from dsv4_tierd.kernels.ref import linear as ref
 for kind in WeightKind:
     near = 1e-5 if kind is WeightKind.FP32 else 1e-2
-    for tokens in (1, 3, 6, 129):
-        for rows, columns in ((72, 160), (8, 256)):
+    for tokens in (1, 6, 129):
+        for rows, columns in ((72, 160), (8, 256))[: 1 if tokens > 6 else 2]:
             w, x = weight(kind, (rows, columns), CPU), torch.randn(tokens, columns)
             norm = torch.rand(columns)
             out = torch.full((tokens, rows + 5), torch.nan)[:, :rows]
