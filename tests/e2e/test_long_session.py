@@ -127,8 +127,8 @@ def in_the_engine(folder: Path, model_folder: Path, ids: list[int]) -> None:
     store = DiskStore(DiskConfig(folder, 4 << 30), identity)
     try:
         world = World(
-            model, model_folder, store, audit=False, identity=identity.digest, chunk_tokens=CHUNK_TOKENS,
-            **settings,
+            model, model_folder, store, audit=False, identity=identity.digest,
+            chunk_tokens=CHUNK_TOKENS, **settings,
         )  # fmt: skip
         session = world.open(ids, "base")
         usage = world.generate(session, [5], 1).usage
