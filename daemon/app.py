@@ -37,6 +37,7 @@ from dsv4_tierd.daemon.routes import (
 )
 from dsv4_tierd.daemon.service import Service
 from dsv4_tierd.daemon.shared import SharedSessions, holder_name
+from dsv4_tierd.daemon.stream import ClientStalled
 from dsv4_tierd.daemon.tokenize import TextCodec, TextService
 from dsv4_tierd.daemon.worker import WORKER_COMMAND, Probing, Worker
 from dsv4_tierd.engine.vocabulary import find_tokenizer
@@ -45,12 +46,15 @@ from dsv4_tierd.tiering.store.lease_server import LeaseServer, open_leases
 log = logging.getLogger("dsv4_tierd.daemon")
 
 
+_FAULTS = (HttpProcessingError, web.RequestPayloadError, ClientPayloadError, ClientStalled)
+
+
 class _ClientsFault(logging.Filter):
-    """What is no HTTP is the fault of who sent it: one line, and no trace."""
+    """What is no HTTP, or is not read, is the fault of the other end: one line, and no trace."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError | web.RequestPayloadError | ClientPayloadError):
+        if isinstance(error, _FAULTS):
             why = str(error).partition("\n\n")[0].replace("\n", " ")
             record.msg, record.args = f"{record.getMessage()}: {why}".replace("%", "%%"), ()
             record.levelno, record.levelname = logging.INFO, "INFO"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import msgspec
@@ -45,10 +45,15 @@ class EventStream:
 
     async def write(self, data: bytes) -> None:
         """Raises ConnectionResetError when the client is gone or has stalled."""
+        await self._within_stall(self.response.write(data))
+
+    async def _within_stall(self, sending: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(self._stall_s):
-                await self.response.write(data)
+                await sending
         except TimeoutError as error:
+            if self._request.transport is not None:
+                self._request.transport.abort()  # closing would wait for it to read
             raise ClientStalled("the client does not read") from error
 
     async def event(self, data: Any, name: str | None = None) -> None:
@@ -60,7 +65,8 @@ class EventStream:
         await self.write(b": " + text.encode() + b"\n\n")
 
     async def close(self) -> None:
-        await self.response.write_eof()
+        """Raises as ``write``."""
+        await self._within_stall(self.response.write_eof())
 
 
 async def events_of(

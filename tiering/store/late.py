@@ -50,6 +50,9 @@ class LateStore:
             except StoreUnavailable as error:
                 log.warning("store: still not open: %s", error.message)
                 continue
+            except Exception:  # the thread outlives what nobody foresaw
+                log.exception("store: still not open")
+                continue
             log.info("store: open at last")
             return
 

@@ -26,7 +26,7 @@ class Door:
     def __call__(self) -> NaiveStore:
         self.tries += 1
         if self.tries < 3:
-            raise StoreUnavailable("locked")
+            raise StoreUnavailable("locked") if self.tries == 1 else ValueError("unforeseen")
         self.opened.set()
         return self.store
 
