@@ -58,6 +58,7 @@ from dsv4_tierd.tiering.store.resp import Argument, Reply
 
 PROVISIONAL_S = 300  # bytes that are never published go by themselves after so long
 _SCAN_COUNT = 1000
+_READ_COUNT = 256  # entries of the log at once; far fewer than are kept
 _T = TypeVar("_T")
 
 
@@ -91,11 +92,9 @@ class Shelf:
         epoch = self._begin(identity)
         self._set_clock()
         last, garbled = self.mirror.last_id, self.link.garbled
-        if epoch == self._epoch and last != BEGINNING and garbled == self._garbled:
-            text = b"%d-%d" % last
-            known = self._probe(names.log, "XRANGE", names.log, text, text, read=events_of)
-            if known and self._complete():
-                return False
+        same = epoch == self._epoch and last != BEGINNING and garbled == self._garbled
+        if same and self._in_log(last) and self._complete():
+            return False
         newest = self._newest()
         rows = dict(self._scan(names.cat, as_bytes))
         expiries = dict(self._scan(names.meta, as_number))
@@ -155,22 +154,32 @@ class Shelf:
         """Apply what the log holds beyond the mirror.
 
         ``wait_s``: wait so long for something to come, and then read no further than that.
+        Raises StoreUnavailable: also where so much came that the log does not reach back.
         """
         log = self.names.log
         while True:
             last = self.mirror.last_id
-            args: list[Argument] = ["XREAD", "COUNT", 256]
+            args: list[Argument] = ["XREAD", "COUNT", _READ_COUNT]
             if wait_s:
                 args += ["BLOCK", int(wait_s * 1000)]
             args += ["STREAMS", log, b"%d-%d" % last]
             events = self.link.call(
                 log, *args, read=log_after(last, log), wait_s=wait_s, probe=probe
             )
+            if len(events) == _READ_COUNT and last != BEGINNING and not self._in_log(last):
+                self.forget()
+                self.link.trip("the log was cut meanwhile, the catalogue is read anew")
+                raise StoreUnavailable("the catalogue is read anew")
             with self._following:
                 for event in events:
                     self.mirror.follow(event)
             if wait_s or not events:
                 return
+
+    def _in_log(self, entry: EventId) -> bool:
+        text = b"%d-%d" % entry
+        log = self.names.log
+        return bool(self._probe(log, "XRANGE", log, text, text, read=events_of))
 
     def _newest(self) -> EventId:
         log = self.names.log

@@ -358,3 +358,25 @@ def test_what_becomes_unsure_during_a_sweep_is_swept_too(
     store.shelf.sweep()
     assert looked_at == [early, late]
     store.close()
+
+
+def test_a_log_that_was_cut_meanwhile_promises_nothing(server: Server) -> None:
+    """A process stood still while others wrote more than the log keeps, and deleted a page."""
+    one, two = open_redis(server.url), open_redis(server.url)
+    item = page("x")
+    one.put([item])
+    one.keeper._stopping = True  # as if its process was stopped
+    one.keeper._thread.join()
+    eventually(lambda: present(two, [item]) == [True])
+    two.delete([item.key])
+    for n in range(300):
+        two.put([page(f"n{n}", size=10)])
+    with redis.Redis(port=server.port) as client:
+        client.xtrim(one.shelf.names.log, maxlen=280, approximate=False)
+    with pytest.raises(StoreUnavailable, match="anew"):
+        one.put([item])
+    one.keeper._restore()
+    one.put([item])
+    eventually(lambda: present(two, [item]) == [True])
+    one.close()
+    two.close()
