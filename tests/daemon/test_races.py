@@ -227,7 +227,7 @@ async def test_leaving_while_a_session_is_told_to_the_engine_again(
     task.cancel()
     await daemon.until(lambda: run.is_abandoned)
     room.set()
-    await daemon.until(lambda: not session.is_busy, 5)
+    await daemon.until(lambda: not session.is_busy)
     kinds = [type(message) for message in sent]
     assert kinds.count(Submit) == 2
     assert kinds[-1] is Cancel, kinds

@@ -365,7 +365,7 @@ async def test_leaving_while_the_request_is_being_sent_leaves_nothing_running(
 
 async def test_leaving_before_the_choices_begin_leaves_nothing(tmp_path: Path) -> None:
     """The prompt of several choices is cancelled, and its session is gone from the engine."""
-    async with run_daemon(tmp_path, "prefill_s=100") as daemon:
+    async with run_daemon(tmp_path, "prefill_s=1") as daemon:
         body = {"prompt": [5], "max_tokens": 10, "n": 3}
         task = asyncio.create_task(daemon.call("POST", "/v1/completions", body))
         await daemon.until(lambda: daemon.service.running)
