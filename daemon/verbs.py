@@ -247,14 +247,21 @@ async def unpin(service: Service, session: Session) -> None:
     """Raises NotPinned, and then nothing has changed."""
     if session.record.pinned_tier is None:
         raise NotPinned(f"session {session.id!r} is not pinned")
-    if service.worker.is_up:
-        bridge = service.worker.bridge()
-        if session.opened_in == bridge.incarnation:
-            with contextlib.suppress(NotPinned):  # a restarted engine may not have it pinned yet
-                await bridge.ask(
-                    lambda op: PinSession(op_id=op, session_id=session.uid, pinned=False)
-                )
+    told = await _unpin_in_engine(service, session)
     await service.journal.commit([Pinned(uid=session.uid)])
+    if session.opened_in != told:  # by one that came up meanwhile, with the pin
+        with contextlib.suppress(TierError):
+            await _unpin_in_engine(service, session)
+
+
+async def _unpin_in_engine(service: Service, session: Session) -> int:
+    """Which incarnation was told; 0: none that is there knows the session."""
+    bridge = service.worker.current
+    if bridge is None or session.opened_in != bridge.incarnation:
+        return 0
+    with contextlib.suppress(NotPinned):  # a restarted engine may not have it pinned yet
+        await bridge.ask(lambda op: PinSession(op_id=op, session_id=session.uid, pinned=False))
+    return bridge.incarnation
 
 
 async def resume_points(service: Service, session: Session) -> tuple[int, ...]:

@@ -91,6 +91,11 @@ class Worker:
     def is_up(self) -> bool:
         return self._bridge is not None and not self._bridge.closed
 
+    @property
+    def current(self) -> Bridge | None:
+        """The connection to a worker, also while it is told what it must know at once."""
+        return None if self._current is None or self._current.closed else self._current
+
     def identity(self) -> str | None:
         """What cached bytes depend on, in hex; None until the model was loaded once."""
         return None if self.model is None else self.model.identity

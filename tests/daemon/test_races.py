@@ -12,12 +12,20 @@ from pathlib import Path
 import pytest
 
 from daemon_harness import Daemon, expected, run_daemon
-from dsv4_tierd.daemon.bridge import restarting
+from dsv4_tierd.daemon.bridge import Bridge, restarting
 from dsv4_tierd.daemon.journal import Journal, JournalFile
 from dsv4_tierd.daemon.ledger import AnyEvent, Created, Ledger
 from dsv4_tierd.daemon.sessions import SessionState
 from dsv4_tierd.daemon.tokenize import Piece
-from dsv4_tierd.engine.messages import AskStats, Cancel, Failed, OpenSession, Submit, ToWorker
+from dsv4_tierd.engine.messages import (
+    AskStats,
+    Cancel,
+    Failed,
+    OpenSession,
+    PinSession,
+    Submit,
+    ToWorker,
+)
 from dsv4_tierd.tiering.errors import InvalidRequest, StoreUnavailable
 
 GENERATE = "/v1/sessions/a/generate"
@@ -247,3 +255,43 @@ async def test_draining_outlives_an_engine_that_dies_meanwhile(tmp_path: Path) -
         daemon.service.cancel_all()
         status, found, _ = await task
         assert (status, found["error"]["code"]) == (503, "engine_restarting")
+
+
+@pytest.mark.parametrize("late", [True, False])
+async def test_unpinning_while_an_engine_comes_up(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """What the new one pins because the journal said so is not pinned for ever."""
+    await daemon.ok("POST", "/v1/sessions?wait=true", {"id": "a", "token_ids": [5, 6]})
+    await daemon.ok("PUT", "/v1/sessions/a/pin", {})
+    worker, said = daemon.service.worker, list[bool]()
+    on_ready, told, go = worker.on_ready, asyncio.Event(), asyncio.Event()
+    assert on_ready is not None
+
+    async def slow(bridge: Bridge) -> None:
+        send = bridge.send_soon
+
+        def noted(message: ToWorker) -> None:
+            if isinstance(message, PinSession):
+                said.append(message.pinned)
+            send(message)
+
+        monkeypatch.setattr(bridge, "send_soon", noted)
+        if not late:
+            told.set()
+            await asyncio.sleep(0.1)  # the withdrawal is being written
+        await on_ready(bridge)
+        told.set()
+        disk.go.set()
+        await go.wait()
+
+    disk = SlowDisk(monkeypatch)
+    monkeypatch.setattr(worker, "on_ready", slow)
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    await told.wait()
+    await daemon.ok("DELETE", "/v1/sessions/a/pin")
+    go.set()
+    await daemon.until(lambda: worker.is_up)
+    assert said == [True, False]
+    assert daemon.service.sessions.get("", "a").record.pinned_tier is None
