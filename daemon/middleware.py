@@ -9,9 +9,8 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -25,6 +24,7 @@ from dsv4_tierd.tiering.errors import (
     InvalidRequest,
     MethodNotAllowed,
     NotFound,
+    PreconditionFailed,
     Refused,
     TierError,
     Unauthorized,
@@ -48,6 +48,8 @@ NAMING_HEADERS = (
     "x-claude-code-session-id",
 )
 KEPT_BODY_BYTES_MAX = 1 << 20
+LEFT_S = 5.0  # that a request with a key goes on for when nobody waits for it
+Waited = TypeVar("Waited")
 
 
 def json_response(data: Any, status: int = 200) -> web.Response:
@@ -147,16 +149,48 @@ async def limit_body(request: web.Request, handler: Handler) -> web.StreamRespon
     return await handler(request)
 
 
-@dataclass(frozen=True, slots=True)
 class _Kept:
-    digest: bytes
-    answer: asyncio.Future[tuple[int, bytes] | None]
+    """A request under a key: who waits for it, and the answer to play again.
+
+    One that nobody waits for any more goes on for ``LEFT_S``, then it is cut off; its key stays, so
+    that what it has done by then is not done again.
+    """
+
+    def __init__(
+        self, digest: bytes, work: asyncio.Task[web.StreamResponse], *, ends: bool
+    ) -> None:
+        self.digest, self.work = digest, work
+        self.answer: asyncio.Future[tuple[int, bytes] | None] = work.get_loop().create_future()
+        self.was_cut = False
+        self._ends = ends
+        self._waiting = 0
+        work.add_done_callback(self._ended)
+
+    async def wait(self, what: asyncio.Future[Waited]) -> Waited:
+        """``work``'s response or error, or ``answer``."""
+        self._waiting += 1
+        try:
+            return await asyncio.shield(what)
+        finally:
+            self._waiting -= 1
+            if self._ends and not self._waiting and not self.work.done():
+                self.work.get_loop().call_later(LEFT_S, self._cut_off)
+
+    def _cut_off(self) -> None:
+        if not self._waiting and self.work.cancel():
+            self.was_cut = True
+
+    def _ended(self, work: asyncio.Future[web.StreamResponse]) -> None:
+        failed = work.cancelled() or work.exception() is not None
+        self.answer.set_result(None if failed else _playable(work.result()))
 
 
 def idempotency() -> Any:
     """``Idempotency-Key`` on a POST: the same request again gives the first one's answer.
 
-    Kept in memory, the newest 2,048; answers that ask to come back (429, 5xx) are not kept.
+    Kept in memory, the newest 2,048; answers that ask to come back (429, 5xx) are not kept. The
+    request of a client whose connection broke goes on for ``LEFT_S``, or for ever if it is an
+    operation; once it is cut off, its key is refused.
     """
     kept: OrderedDict[tuple[str, ...], _Kept] = OrderedDict()
 
@@ -173,10 +207,26 @@ def idempotency() -> Any:
         while (found := kept.get(name)) is not None:
             if found.digest != digest:
                 raise InvalidRequest("Idempotency-Key was used with another body")
-            answer = await asyncio.shield(found.answer)
+            answer = await found.wait(found.answer)
             if answer is not None:
                 return _again(*answer)
-        return await _first(kept, name, digest, request, handler)
+            if found.was_cut:
+                raise PreconditionFailed(
+                    "the request under this Idempotency-Key was cut off when its client left;"
+                    " look at what it has done, and use another key"
+                )
+        mine = _Kept(
+            digest, asyncio.ensure_future(handler(request)), ends="wait" not in request.query
+        )
+        kept[name] = mine
+        mine.answer.add_done_callback(lambda done: forget(name, mine))
+        return await mine.wait(mine.work)
+
+    def forget(name: tuple[str, ...], ended: _Kept) -> None:
+        if ended.answer.result() is None and not ended.was_cut and kept.get(name) is ended:
+            del kept[name]
+        while len(kept) > KEYS_KEPT:
+            kept.popitem(last=False)
 
     return once
 
@@ -191,35 +241,6 @@ def refuse_key_on_stream(request: web.Request) -> None:
     """A stream cannot be played again. Raises UnsupportedCombination."""
     if "Idempotency-Key" in request.headers:
         raise UnsupportedCombination("Idempotency-Key does not go with a stream", param="stream")
-
-
-async def _first(
-    kept: OrderedDict[tuple[str, ...], _Kept],
-    name: tuple[str, ...],
-    digest: bytes,
-    request: web.Request,
-    handler: Handler,
-) -> web.StreamResponse:
-    mine = _Kept(digest, asyncio.get_running_loop().create_future())
-    kept[name] = mine
-
-    def ended(work: asyncio.Future[web.StreamResponse]) -> None:
-        keep = None if work.cancelled() or work.exception() else _playable(work.result())
-        mine.answer.set_result(keep)
-        if keep is None and kept.get(name) is mine:
-            del kept[name]
-        while len(kept) > KEYS_KEPT:
-            kept.popitem(last=False)
-
-    work = asyncio.ensure_future(handler(request))
-    work.add_done_callback(ended)
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        # Who waits and leaves stops nothing: who comes back with the key gets the answer.
-        if "wait" not in request.query:
-            work.cancel()
-        raise
 
 
 def _playable(response: web.StreamResponse) -> tuple[int, bytes] | None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from daemon_harness import Daemon, expected, read_events, run_daemon
+from dsv4_tierd.daemon import middleware
 from fake_worker import text_of
 
 
@@ -259,6 +260,46 @@ async def test_a_key_finds_what_its_waiter_left(daemon: Daemon) -> None:
     await asyncio.gather(waiter, return_exceptions=True)
     found, _, response = await daemon.call("POST", path, body, headers=key)
     assert (found, response.headers["Idempotent-Replayed"], session.length) == (200, "true", 3)
+
+
+async def leave_generating(daemon: Daemon, key: dict[str, str]) -> tuple[str, dict[str, Any]]:
+    """A request with a key whose client leaves while it draws; its path and body."""
+    await daemon.ok("POST", "/v1/sessions", {"id": "a"})
+    session = daemon.service.sessions.get("", "a")
+    path, body = "/v1/sessions/a/generate", {"token_ids": [5, 6, 7], "max_tokens": 50}
+    waiter = asyncio.create_task(daemon.call("POST", path, body, headers=key))
+    await daemon.until(lambda: session.run is not None and session.run.generated)
+    waiter.cancel()
+    await asyncio.gather(waiter, return_exceptions=True)
+    return path, body
+
+
+async def test_a_request_with_a_key_goes_on_until_its_client_is_back(tmp_path: Path) -> None:
+    """The connection broke while words were drawn: asked again, they are drawn and kept once."""
+    key = {"Idempotency-Key": "k"}
+    async with run_daemon(tmp_path, "delay=0.01") as daemon:
+        path, body = await leave_generating(daemon, key)
+        status, found, response = await daemon.call("POST", path, body, headers=key)
+        assert (status, response.headers["Idempotent-Replayed"]) == (200, "true")
+        assert found["token_ids"] == expected([5, 6, 7], 50)
+        assert daemon.service.sessions.get("", "a").length == 53
+
+
+async def test_a_request_that_was_cut_off_is_not_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody came back for it: it is cancelled, and later its key is refused, not obeyed twice."""
+    monkeypatch.setattr(middleware, "LEFT_S", 0.0)
+    key = {"Idempotency-Key": "k"}
+    async with run_daemon(tmp_path, "delay=0.1") as daemon:
+        path, body = await leave_generating(daemon, key)
+        session = daemon.service.sessions.get("", "a")
+        await daemon.until(lambda: not session.is_busy)
+        length = session.length
+        assert 3 < length < 53
+        status, found, _ = await daemon.call("POST", path, body, headers=key)
+        assert (status, found["error"]["code"]) == (412, "precondition_failed")
+        assert session.length == length
 
 
 async def test_logprobs_and_seed(daemon: Daemon) -> None:
