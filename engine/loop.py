@@ -31,6 +31,7 @@ from dsv4_tierd.tiering.retention import Retention
 log = logging.getLogger("dsv4_tierd.engine")
 
 STORED_TAIL_DEADLINE_S = 10.0
+REFUSED_PAUSE = 10.0  # before the next try, of the time that one without room took
 OUT_OF_MEMORY = (
     "the device has no room for a chunk of the prompt: a smaller --chunk-tokens needs less"
 )
@@ -103,6 +104,7 @@ class Engine:
         self._chunk: Chunk | None = None
         self._chunk_request: Request | None = None
         self._pace = _Pace()
+        self._admit_from = 0.0  # monotonic
 
     # ------------------------------------------------------------ the step
     def step(self) -> bool:
@@ -122,10 +124,13 @@ class Engine:
 
     # ------------------------------------------------------------ admission
     def _admit(self) -> None:
-        for request in self.scheduler.admissible():
+        for request in self.scheduler.admissible() if time.monotonic() >= self._admit_from else ():
+            began = time.monotonic()
             try:
                 self._open(request)
             except HostPoolExhausted:
+                now = time.monotonic()  # to match a long text again costs as much as a step
+                self._admit_from = now + REFUSED_PAUSE * (now - began)
                 break  # in order: it is the next to fit
             except TierError as error:
                 self.fail(request, error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from dsv4_tierd.engine import messages as m
@@ -188,3 +190,23 @@ def test_a_full_batch_says_so(model) -> None:
     assert failed.retry_after_s is not None
     world.run(first)
     world.settle()
+
+
+def test_waiting_for_room_does_not_slow_the_others(models, monkeypatch) -> None:
+    """Room for a long text is looked for now and then: to find none takes as long as a step."""
+    world = models("C", 16).world()
+    calls = []
+
+    def full(*_: object) -> None:
+        calls.append(time.sleep(0.01))
+        raise HostPoolExhausted("full", retry_after_s=1.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.tiers, "open", full)
+        waiting = world.submit(world.open(), text(1, 300), 4)
+        began = time.monotonic()
+        while time.monotonic() < began + 0.1:
+            world.step()
+        assert len(calls) == 1
+    world.run(waiting)
+    assert len(world.answers[waiting].token_ids) == 4
