@@ -76,7 +76,7 @@ class Runner:
     @torch.no_grad()
     def begin(self, seq: Sequence, stop: int) -> Chunk:
         """Start a chunk of tokens [seq.position, stop): pages, embeddings."""
-        self.tiers.flush_tail(seq)
+        self.tiers.begin_chunk(seq)
         self.tiers.extend(seq, stop)
         words = seq.transcript.tokens[seq.position : stop].astype("int64")
         ids = torch.from_numpy(words).to(self.device)

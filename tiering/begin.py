@@ -120,11 +120,10 @@ class Begin:
             self._begin_from_tail(seq, seq.tail)
         else:
             seq.tail_slot = self._take_tail_slot()
+            self._tails.clear(seq.tail_slot)
             if seq.start.point is not None:
                 point = self._points.slot(seq.start.point.resume)
                 self._layout.restore(point, seq.position, self._tails.slots[seq.tail_slot])
-            else:
-                self._tails.clear(seq.tail_slot)
         seq.rolling_slot = self._points.take()  # last: it may evict the point just read
         seq.tail_from = seq.page_start_entry
         return True

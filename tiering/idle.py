@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from dsv4_tierd.tiering.blocks import BLOCK_TOKENS
 from dsv4_tierd.tiering.evict import Evictor
 from dsv4_tierd.tiering.hot_set import C4Place, C4Rows
 from dsv4_tierd.tiering.mirror import PageMemory
@@ -110,7 +111,9 @@ class IdleTails:
         if dirty:
             self._c4.flush(place, first, end)
         self._memory.write_back(device, mirror)
-        return self._pool.pack(slot, position, self._memory.blob(mirror))
+        return self._pool.pack(
+            slot, position, self._memory.blob_until(mirror, position % BLOCK_TOKENS)
+        )
 
     def unfinished(self, slot: int, position: int, mirror: int) -> tuple[C4Place, int, int]:
         """The place, first and end entry of the unfinished page at ``position``."""

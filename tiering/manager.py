@@ -272,11 +272,16 @@ class TierManager:
         """Give the sequence pages for its tokens up to ``upto``, out of its reservation."""
         self.begin.extend(seq, upto)
 
-    def flush_tail(self, seq: Sequence) -> None:
-        """Before a prefill: the mirror page gets the rows of the unfinished page."""
+    def begin_chunk(self, seq: Sequence) -> None:
+        """Before a prefill chunk: the mirror page gets the rows of the unfinished page.
+
+        The scratch slot begins as the sequence's own: what a chunk does not write, a window's later
+        rows for one, must not be another tenant's, since it is stored with the tail.
+        """
         if seq.tail_dirty and seq.unfinished_page:
             self.c4.flush(seq.place, seq.page_start_entry, seq.position // 4)
         seq.tail_dirty = False
+        self.tails.slots[self.scratch_slot].copy_(self.tails.slots[seq.tail_slot])
 
     def swap_tail(self, seq: Sequence) -> None:
         """After a prefill chunk: the scratch slot, which it wrote, is the sequence's now."""

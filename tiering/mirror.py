@@ -86,6 +86,24 @@ class PageMemory:
         """All bytes of a mirror page: [mirror_bytes] uint8 view."""
         return self.mirror[mirror_page]
 
+    def blob_until(self, mirror_page: int, tokens: int) -> Tensor:
+        """As ``blob``, a copy: the entries of the page's first ``tokens`` tokens, and then zeros.
+
+        What follows them is what the page held before, another tenant's for one.
+        """
+        source = self.mirror[mirror_page : mirror_page + 1]
+        page, layout = torch.zeros_like(source), self.layout
+        behind = layout.c4_bytes
+        groups = ((layout.c4, 0, 4), (layout.index, behind, 4), (layout.c128, behind, 128))
+        for sections, start, ratio in groups:
+            count = tokens // ratio
+            into, out_of = (_views(sections, pages[:, start:]) for pages in (page, source))
+            for new, old in zip(into, out_of, strict=True):
+                new.data[:, :count] = old.data[:, :count]
+                if new.scale is not None and old.scale is not None:
+                    new.scale[:, :count] = old.scale[:, :count]
+        return page[0]
+
 
 def _views(sections: tuple[Section, ...], pages: Tensor) -> tuple[Rows, ...]:
     return tuple(section.view(pages) for section in sections)

@@ -87,7 +87,7 @@ class DeviceRunner(Runner):
 
     @torch.no_grad()
     def begin(self, seq: Sequence, stop: int) -> DeviceChunk:
-        self.tiers.flush_tail(seq)
+        self.tiers.begin_chunk(seq)
         self.tiers.extend(seq, stop)
         words = seq.transcript.tokens[seq.position : stop].astype("int32")
         ids = torch.from_numpy(words).to(self.device)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4_tierd.engine import messages as m
 from dsv4_tierd.engine.gpu.decode import DecodeStep
 from dsv4_tierd.engine.gpu.runner import DeviceRunner
 from dsv4_tierd.engine.gpu.warm import warm
@@ -22,6 +23,9 @@ from dsv4_tierd.kernels.scan_plan import fill_plan, new_plan
 from dsv4_tierd.kernels.step_ids import fetch_rows
 from dsv4_tierd.tiering import staging
 from dsv4_tierd.tiering.sequence import Sequence
+from dsv4_tierd.tiering.store.protocol import ObjectKind
+from engine_probe import make_hostile
+from hostile_store import HostileStore
 from late_copies import LateCopier
 from small_models import text
 from world import World
@@ -88,6 +92,24 @@ def test_tiering_never_shows(models) -> None:
     """Off, resident and swapped in: the same tokens, through a whole life."""
     lives = [_life(_world(models, "kernels", tiering)) for tiering in MODES]
     assert lives[0] == lives[1] == lives[2]
+
+
+@pytest.mark.parametrize("length", [20, 300])
+@pytest.mark.parametrize("runner", ["plain", "kernels"])
+def test_a_stored_tail_holds_nothing_of_others(models, runner: str, length: int) -> None:
+    """The same bytes, whatever was in the slots that it was computed in."""
+    kept = []
+    for prepare in (lambda _: None, lambda world: make_hostile(world, seed=3)):
+        store = HostileStore()
+        world = _world(models, runner, "hisparse", settings={"store": store})
+        prepare(world)
+        session = world.open()
+        world.generate(session, text(6, length), 4)
+        world.op(m.SuspendSession, session_id=session, tier="store")
+        objects = store.naive.objects.items()
+        kept.append([payload for key, (_, payload) in objects if key.kind is ObjectKind.TAIL])
+    assert len(kept[0]) == 1
+    assert kept[0] == kept[1]
 
 
 def test_warming_leaves_nothing(models) -> None:

@@ -189,7 +189,7 @@ class Puppet:
 
     def _chunk(self, seq: Sequence, stop: int) -> None:
         tiers, first = self.tiers, seq.position
-        tiers.flush_tail(seq)
+        tiers.begin_chunk(seq)
         tiers.extend(seq, stop)
         states = prefix_states(seq.transcript.tokens[:stop])
         begin = min(max(first, seq.emit_from), stop)
