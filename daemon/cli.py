@@ -176,7 +176,7 @@ def doctor(
         settings = load_config(flags, config)
     except BadConfig as error:
         raise typer.BadParameter(error.message) from error
-    found = examine(settings.store, settings.store_budget)
+    found = examine(settings.store, settings.store_budget, settings.state_dir)
 
     def draw(_: Any) -> Table:
         table = Table("check", "found", "what its lack costs")

@@ -105,10 +105,12 @@ class ServeConfig:
             (self.hot_rows is None or self.hot_rows > 0, "hot_rows must be positive"),
             (self.idle_tails >= 0, "idle_tails must not be negative"),
             (bool(self.name.strip()), "name is empty"),
+            (bool(self.host), "host is empty: it would be every address of the machine"),
         ]
         positive = (
             "chunk_tokens max_batch queue_max max_tokens_default stream_credit_tokens keepalive_s "
-            "client_stall_s drain_s probe_s stall_s sessions_max choices_max device_budget lease_s"
+            "client_stall_s drain_s probe_s stall_s sessions_max choices_max device_budget lease_s "
+            "body_bytes_max"
         )
         given = {name: getattr(self, name) for name in positive.split()}
         checks += [
@@ -240,6 +242,8 @@ def _to_type(hint: Any, value: Any, *, size: bool) -> Any:
     if bool in kinds:
         return _to_bool(value)
     if Path in kinds:
+        if value == "":
+            raise ValueError("it is empty")
         return Path(value).expanduser()
     if int in kinds or float in kinds:
         if isinstance(value, bool):
@@ -255,6 +259,8 @@ def _to_type(hint: Any, value: Any, *, size: bool) -> Any:
         if not math.isfinite(found):
             raise ValueError(f"{value!r} is not a finite number")
         return found
+    if isinstance(value, bool | list | dict):
+        raise TypeError(f"{value!r} is not text")
     return str(value)
 
 

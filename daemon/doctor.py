@@ -33,7 +33,9 @@ class Check:
         return asdict(self)
 
 
-def examine(store: str = "none", store_bytes_max: int = 0) -> list[Check]:
+def examine(
+    store: str = "none", store_bytes_max: int = 0, state_dir: Path | None = None
+) -> list[Check]:
     """All checks, in the order in which they matter. Raises InvalidRequest (``store``)."""
     from dsv4_tierd.daemon.doctor_store import examine_store
 
@@ -46,7 +48,7 @@ def examine(store: str = "none", store_bytes_max: int = 0) -> list[Check]:
         _memlock(),
         _huge_pages(),
         _numa(),
-        _state_disk(),
+        _state_disk(state_dir or default_state_dir()),
         *examine_store(store, store_bytes_max),
     ]
 
@@ -150,8 +152,7 @@ def _numa() -> Check:
     )
 
 
-def _state_disk() -> Check:
-    folder = default_state_dir()
+def _state_disk(folder: Path) -> Check:
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free

@@ -63,6 +63,10 @@ def test_later_sources_win(tmp_path: Path) -> None:
             "differ",
         ),
         ({"model": "m", "lease_s": 0}, {}, "lease_s"),
+        ({"model": "m", "body_bytes_max": 0}, {}, "body_bytes_max"),
+        ({"model": "m"}, {"DSV4_TIERD_HOST": ""}, "host is empty"),
+        ({"model": "m"}, {"DSV4_TIERD_STATE_DIR": ""}, "state_dir: it is empty"),
+        ({"model": "m", "served_model_name": ["m"]}, {}, "served_model_name: .* is not text"),
     ],
 )
 def test_bad_settings_are_named(flags: dict[str, Any], environ: dict[str, str], names: str) -> None:
@@ -290,6 +294,16 @@ def test_doctor_says_what_each_lack_costs() -> None:
         c.name for c in checks
     }
     assert all(check.found and check.cost for check in checks)
+
+
+def test_doctor_looks_at_the_state_folder_that_serve_gets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk of the configured folder, not of the default one."""
+    monkeypatch.setenv("DSV4_TIERD_STATE_DIR", str(tmp_path / "state"))
+    said = CliRunner().invoke(app, ["doctor", "--json"]).output
+    found = {check["name"]: check["found"] for check in json.loads(said)}
+    assert found["state disk"].endswith(f"free in {tmp_path}")
 
 
 def test_the_stores_folder_from_the_command_line(tmp_path: Path) -> None:
