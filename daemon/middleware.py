@@ -133,7 +133,7 @@ def authenticator(keys: Sequence[bytes]) -> Any:
             scheme, _, token = request.headers.get("Authorization", "").partition(" ")
             if scheme.lower() == "bearer":
                 given = token.strip()
-            if not _is_one_of(given.encode(), keys):
+            if not _is_one_of(given.encode(errors="surrogateescape"), keys):
                 raise Unauthorized("a valid API key is needed")
         return await handler(request)
 

@@ -294,6 +294,23 @@ async def test_api_keys(tmp_path: Path) -> None:
             assert (await daemon.call("GET", "/v1/models", headers=headers))[0] == 200
 
 
+@pytest.mark.parametrize("header", [b"x-api-key: \xff", b"Authorization: Bearer \xff"])
+async def test_a_key_that_is_no_text_is_no_bug(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, header: bytes
+) -> None:
+    """401 as for any wrong key; nobody without a key can fill the log with traces."""
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    async with run_daemon(tmp_path / "s", api_key_file=keys) as daemon:
+        host, port = daemon.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        writer.write(head + header + b"\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 401")
+        writer.close()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_without_a_tokenizer_text_is_refused_and_ids_are_served(tmp_path: Path) -> None:
     """A checkpoint with another vocabulary: text is a clear 400, ids work."""
     async with run_daemon(tmp_path, "vocab=1000") as daemon:
