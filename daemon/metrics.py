@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"([a-zA-Z_][a-zA-Z0-9_]*)(?:\{(.*)\})?")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="([^"]*)"')
+_OWN = frozenset({"requests", "requests_running"})  # the daemon's; the engine has them, too
 _SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 
@@ -118,7 +119,8 @@ def _families(
         found = _NAME.fullmatch(full)
         if found is None:
             continue
-        name = f"tierd_{found[1].removesuffix('_total')}"
+        name = found[1].removesuffix("_total")
+        name = f"tierd_engine_{name}" if name in _OWN else f"tierd_{name}"
         labels = dict(_LABEL.findall(found[2] or ""))
         keys = tuple(labels)
         if name not in families:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from daemon_harness import Daemon, expected, read_events, run_daemon
 from fake_worker import text_of
@@ -201,6 +202,8 @@ async def test_models_tiers_lookup_metrics_version(daemon: Daemon) -> None:
         "tierd_engine_up 1.0",
     ):
         assert line in page, line
+    names = [family.name for family in text_string_to_metric_families(page)]
+    assert len(names) == len(set(names))  # a second one of a name makes a page unreadable
 
 
 async def test_counters_never_go_down_over_an_engine_restart(daemon: Daemon) -> None:

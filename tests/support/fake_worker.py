@@ -94,7 +94,7 @@ class FakeWorker:
         self.credited = asyncio.Event()
         self.cached: set[bytes] = set()
         self.tails: dict[bytes, str] = {}
-        self.counters: dict[str, float] = {"steps": 0.0, "audits": 0.0}
+        self.counters: dict[str, float] = {"steps": 0.0, "audits": 0.0, "requests": 0.0}
 
     async def send(self, message: Any) -> None:
         payload = msgspec.msgpack.encode(message)
@@ -153,6 +153,7 @@ class FakeWorker:
                             stats=Stats(
                                 gauges={
                                     "sessions_open": float(len(self.sessions)),
+                                    "requests_running": float(len(self.running)),
                                     'pages{group="c4",tier="host"}': 3.0,
                                 },
                                 counters=dict(self.counters),
