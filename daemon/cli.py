@@ -33,8 +33,9 @@ from dsv4_tierd.daemon.cli_ask import (
     why,
 )
 from dsv4_tierd.daemon.cli_store import store_app
-from dsv4_tierd.daemon.client import AsyncTierd, Prefixes
+from dsv4_tierd.daemon.client import AsyncTierd
 from dsv4_tierd.daemon.client_errors import ConnectionFailedError
+from dsv4_tierd.daemon.client_parts import Prefixes
 from dsv4_tierd.tiering.units import format_bytes
 
 app = typer.Typer(

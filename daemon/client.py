@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Generator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Generator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -27,11 +28,12 @@ from dsv4_tierd.daemon import client_wire
 from dsv4_tierd.daemon.client_errors import (
     BadRequestError,
     ConnectionFailedError,
-    SessionNotFoundError,
+    SessionBusyError,
     TierdError,
     UnavailableError,
     error_from,
 )
+from dsv4_tierd.daemon.client_parts import Operations, Prefixes
 from dsv4_tierd.daemon.client_wire import session_path
 from dsv4_tierd.daemon.retry import RetryPolicy
 
@@ -41,7 +43,8 @@ if TYPE_CHECKING:
 DEFAULT_URL = "http://127.0.0.1:8100"
 Message = Mapping[str, Any]
 Json = dict[str, Any]
-_REPEATABLE = frozenset({"GET", "PUT", "DELETE"})
+_GONE = frozenset({"session_not_found", "not_pinned"})
+_LEFT_S = 10.0  # that a session is busy, at most, with a stream that was left
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,7 @@ class AsyncTierd:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    with suppress(ConnectionFailedError):
+                    with suppress(ConnectionFailedError, UnavailableError):
                         found = await self.ready()
                         if found["ready"] and found["engine_pid"] != not_pid:
                             return
@@ -161,11 +164,9 @@ class AsyncTierd:
         while True:
             try:
                 return await self._once(method, path, body, query, headers)
-            except SessionNotFoundError:
-                if method == "DELETE" and attempt:
-                    return {}  # the first try had done it
-                raise
             except TierdError as error:
+                if method == "DELETE" and attempt and error.code in _GONE:
+                    return {}  # the first try had done it
                 await self._pause_or_raise(error, attempt, repeatable=True)
             attempt += 1
 
@@ -195,20 +196,21 @@ class AsyncTierd:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise client_wire.no_answer(method, self.base_url + path, error) from error
 
-    async def stream(self, path: str, body: Json) -> AsyncIterator[tuple[str, Json]]:
+    async def stream(self, path: str, body: Json) -> AsyncGenerator[tuple[str, Json]]:
         """Events (name, data) of one POST. Repeated only while refused, before any event."""
         attempt = 0
         while True:
             try:
-                async for event in self._stream_once(path, body):
-                    attempt = self._retry.max_retries  # something was said: never again
-                    yield event
+                async with aclosing(self._stream_once(path, body)) as events:
+                    async for event in events:
+                        attempt = self._retry.max_retries  # something was said: never again
+                        yield event
                 return
             except TierdError as error:
                 await self._pause_or_raise(error, attempt, repeatable=False)
             attempt += 1
 
-    async def _stream_once(self, path: str, body: Json) -> AsyncIterator[tuple[str, Json]]:
+    async def _stream_once(self, path: str, body: Json) -> AsyncGenerator[tuple[str, Json]]:
         data, kind = client_wire.encode(body)
         try:
             async with self._client().post(
@@ -236,6 +238,8 @@ class AsyncTierd:
                 timeout=self._limits(self._timeout.silence_s),
                 connector=aiohttp.TCPConnector(limit=0),
             )
+            # It would repeat a DELETE unseen, and the second one finds nothing.
+            self._http._retry_connection = False  # noqa: SLF001  no other way
         return self._http
 
     def _limits(self, silence_s: float | None) -> aiohttp.ClientTimeout:
@@ -279,66 +283,25 @@ class Sessions:
 
     async def list(self, *, state: str | None = None, page: int = 100) -> AsyncIterator[Session]:
         """All sessions, oldest first, fetched a page at a time."""
-        query = _given(state=state, limit=str(page))
+        query, seen = _given(state=state, limit=str(page)), set[str]()
         while True:
-            found = await self._client.call("GET", "/v1/sessions", **query)
+            try:
+                found = await self._client.call("GET", "/v1/sessions", **query)
+            except BadRequestError as error:
+                if error.param != "after":
+                    raise
+                del query["after"]  # it was deleted meanwhile: from the start, past what was seen
+                continue
             for data in found["data"]:
-                yield Session(self._client, data)
+                if data["id"] not in seen:
+                    seen.add(data["id"])
+                    yield Session(self._client, data)
             if not found["has_more"]:
                 return
             query["after"] = found["last_id"]
 
     async def delete(self, id: str) -> None:
         await self._client.call("DELETE", session_path(id))
-
-
-class Prefixes:
-    """What ``tierd.prefixes`` is."""
-
-    def __init__(self, client: AsyncTierd) -> None:
-        self._client = client
-
-    async def lookup(self, **words: Any) -> Json:
-        """messages, text or token_ids: how much of them is cached, and where.
-
-        ``token_ids`` may be int32 little-endian bytes: the fast way for many.
-        """
-        found: Json = await self._client.call("POST", "/v1/prefixes/lookup", _octets_of(words))
-        return found
-
-    async def warm(self, **words: Any) -> Json:
-        """What lookup takes: bring what the store has of it to host memory."""
-        body = _octets_of(words)
-        found: Json = await self._client.call("POST", "/v1/prefixes/warm", body, wait="true")
-        return found
-
-    async def pin(self, pinned: bool = True, **words: Any) -> Json:
-        """What lookup takes: keep its whole blocks in the shared store, or take that back."""
-        verb = "pin" if pinned else "unpin"
-        found: Json = await self._client.call("POST", f"/v1/prefixes/{verb}", _octets_of(words))
-        return found
-
-    async def explain(self, a: Json, b: Json) -> Json:
-        """Two prompts (messages, text or token_ids each): where they first differ."""
-        found: Json = await self._client.call("POST", "/v1/prefixes/explain", {"a": a, "b": b})
-        return found
-
-
-class Operations:
-    """What ``tierd.operations`` is."""
-
-    def __init__(self, client: AsyncTierd) -> None:
-        self._client = client
-
-    async def get(self, id: str) -> Json:
-        found: Json = await self._client.call("GET", f"/v1/operations/{id}")
-        return found
-
-
-def _octets_of(words: Json) -> Json | bytes:
-    """The body of words alone: token ids that are bytes travel as they are."""
-    ids = words.get("token_ids")
-    return ids if isinstance(ids, bytes) and len(words) == 1 else words
 
 
 def _given(**values: Any) -> Json:
@@ -351,6 +314,7 @@ class Session:
     def __init__(self, client: AsyncTierd, info: Json) -> None:
         self._client = client
         self.info = info
+        self._deleted = False
 
     def __repr__(self) -> str:
         return f"<Session {self.id!r} {self.state}, {self.tokens:,} tokens>"
@@ -380,11 +344,22 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if (await self.refresh()).state not in ("suspended", "suspending"):
-                await self.suspend()
+            if not self._deleted:
+                await self._suspend_when_free()
         except TierdError:
             if error is None:
                 raise
+
+    async def _suspend_when_free(self) -> None:
+        """A stream that was left before its end keeps the session busy for a moment."""
+        until_s = time.monotonic() + _LEFT_S
+        while (await self.refresh()).state not in ("suspended", "suspending"):
+            try:
+                await self.suspend()
+            except SessionBusyError:
+                if time.monotonic() > until_s:
+                    raise
+                await asyncio.sleep(0.05)
 
     async def refresh(self) -> Session:
         self.info = await self._client.call("GET", self._path())
@@ -414,14 +389,15 @@ class Session:
     async def stream(self, prompt: str | None = None, **options: Any) -> AsyncIterator[StreamEvent]:
         """The answer as it comes; the last event is ``done``, with usage in ``result``."""
         body = self._generate_body(prompt, options) | {"stream": True}
-        async for name, data in self._client.stream(self._path("/generate"), body):
-            if name == "progress":
-                yield StreamEvent("progress", done=data["done"], total=data["total"])
-            elif name == "tokens":
-                yield StreamEvent("tokens", data["text"], tuple(data["token_ids"]))
-            elif name == "done":
-                self.info["tokens"] = data["tokens"]
-                yield StreamEvent("done", data["text"], result=data)
+        async with aclosing(self._client.stream(self._path("/generate"), body)) as events:
+            async for name, data in events:
+                if name == "progress":
+                    yield StreamEvent("progress", done=data["done"], total=data["total"])
+                elif name == "tokens":
+                    yield StreamEvent("tokens", data["text"], tuple(data["token_ids"]))
+                elif name == "done":
+                    self.info["tokens"] = data["tokens"]
+                    yield StreamEvent("done", data["text"], result=data)
 
     def _generate_body(self, prompt: str | None, options: Json) -> Json:
         body = {"expected_tokens": self.tokens, **_given(**options)}
@@ -452,7 +428,8 @@ class Session:
         return self
 
     async def unpin(self) -> Session:
-        self.info = await self._client.call("DELETE", self._path("/pin"))
+        found = await self._client.call("DELETE", self._path("/pin"))
+        self.info = found or (await self.refresh()).info
         return self
 
     async def residency(self) -> list[Json]:
@@ -466,6 +443,7 @@ class Session:
     async def close(self) -> None:
         """Delete the session and what only it had stored."""
         await self._client.call("DELETE", self._path())
+        self._deleted = True
 
 
 class Forking(Awaitable[Session]):

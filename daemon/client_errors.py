@@ -12,7 +12,7 @@
     │   ├── SessionExpiredError    410
     │   └── PreconditionError      412: the session is not as long as thought
     ├── CapacityError              429, 507, exceeds_capacity, out of host or device memory
-    └── UnavailableError           503, 504: restarting, draining
+    └── UnavailableError           503, 504: restarting, draining; a gateway's 502 to 504
 """
 
 from __future__ import annotations
@@ -93,8 +93,10 @@ _BY_CODE: dict[str, type[TierdError]] = {
 def error_from(status: int | None, body: Any, retry_after_s: float | None) -> TierdError:
     """The exception for an error envelope; for anything else, one that shows what came."""
     error = body.get("error") if isinstance(body, dict) else None
-    if not isinstance(error, dict):
-        return TierdError(f"unexpected answer, status {status}", status=status)
+    if not isinstance(error, dict):  # a gateway's
+        said = f"unexpected answer, status {status}"
+        other = UnavailableError if status in (502, 503, 504) else TierdError
+        return other(said, status=status, retry_after_s=retry_after_s)
     code = str(error.get("code", ""))
     kind = _BY_CODE.get(code)
     if kind is None and status is not None:

@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from daemon_harness import Daemon, expected, run_daemon
 from dsv4_tierd.daemon.client import AsyncTierd, Timeouts
@@ -132,6 +134,68 @@ async def test_a_restart_of_the_engine_is_ridden_out_by_retries(tmp_path: Path) 
         answer = await session.generate(token_ids=[7], max_tokens=3)
         assert answer["token_ids"] == expected([5, 6, 7], 3)
         assert answer["tokens"] == 6
+
+
+async def test_a_stream_that_is_left_early_delays_the_end_of_its_block(tmp_path: Path) -> None:
+    """Leaving the block suspends the session, once its cancelled request has ended."""
+    async with (
+        run_daemon(tmp_path, "delay=0.01") as daemon,
+        AsyncTierd(daemon.url, max_retries=0) as tierd,
+    ):
+        base = await tierd.sessions.create(token_ids=[5] * 10)
+        async with tierd.fork(base) as agent:
+            async for event in agent.stream(token_ids=[6], max_tokens=5000):
+                if event.kind == "tokens":
+                    break
+        assert agent.state == "suspended"
+        assert agent.tokens < 1000
+        async with tierd.fork(base) as gone:
+            await gone.close()  # nothing is left to suspend
+
+
+async def test_sessions_that_are_deleted_while_they_are_listed(tierd: AsyncTierd) -> None:
+    """The next page follows one that is gone, and nothing comes twice."""
+    names = [f"a{n}" for n in range(6)]
+    for name in names:
+        await tierd.sessions.create(name)
+    seen = []
+    async for session in tierd.sessions.list(page=2):
+        seen.append(session.id)
+        if session.id != "a2":
+            await session.close()
+    assert seen == names
+
+
+async def test_what_gateways_say_is_waited_for_and_deletes_are_done_once() -> None:
+    """A 503 without the envelope says when to come back; an unpin whose answer was lost is done."""
+    asked: list[str] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        asked.append(f"{request.method} {request.path}")
+        if request.path == "/ready" and len(asked) == 1:
+            return web.Response(status=503, text="nobody there", headers={"Retry-After": "3"})
+        if request.method == "DELETE" and asked.count(asked[-1]) == 1:
+            assert request.transport is not None
+            request.transport.abort()
+        if request.method == "DELETE":
+            return web.json_response({"error": {"code": "not_pinned"}}, status=409)
+        return web.json_response({"id": "a", "pin": None, "ready": True, "engine_pid": 1})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    async with (
+        TestServer(app) as server,
+        AsyncTierd(str(server.make_url("")).rstrip("/")) as tierd,
+    ):
+        with pytest.raises(UnavailableError) as refused:
+            await tierd.ready()
+        assert (refused.value.status, refused.value.retry_after_s) == (503, 3)
+        asked.clear()
+        await tierd.wait_ready(10)
+        assert asked == ["GET /ready"] * 2
+        session = await tierd.sessions.get("a")
+        assert (await session.unpin()).info["pin"] is None
+        assert asked[3:] == ["DELETE /v1/sessions/a/pin"] * 2 + ["GET /v1/sessions/a"]
 
 
 async def collect(stream: AsyncIterator[object]) -> list[object]:
