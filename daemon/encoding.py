@@ -37,6 +37,8 @@ def encode_chat(body: dict[str, Any], *, thinking_default: bool) -> Chat:
     options = recipe.ConversionOptions(
         default_thinking_mode=thinking_default
     ).with_model_versions_by_name({_MODEL: recipe.ModelVersion.DeepseekV4Pro})
+    if any(_reads_more_than_text(message) for message in body["messages"]):
+        raise InvalidRequest("this model reads text only: no images, no files", param="messages")
     sent = {**body, "model": _MODEL, "messages": [_plain_role(m) for m in body["messages"]]}
     try:
         text = json.dumps(sent, allow_nan=False)
@@ -45,11 +47,16 @@ def encode_chat(body: dict[str, Any], *, thinking_default: bool) -> Chat:
         raise InvalidRequest(_conversion_message(error), param="messages") from error
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(str(error), param="messages") from error
-    conversation = request.conversation
-    if any(message.image_sources for message in conversation.messages):
-        raise InvalidRequest("this model reads text only: no images", param="messages")
-    rendered = _encoding.render_conversation(conversation)
-    return Chat(_pieces(rendered), request, conversation.thinking_mode)
+    rendered = _encoding.render_conversation(request.conversation)
+    return Chat(_pieces(rendered), request, request.conversation.thinking_mode)
+
+
+def _reads_more_than_text(message: Any) -> bool:
+    """Whether it has parts in whose place the encoding would only say that it cannot read them."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    return isinstance(parts, list) and any(
+        isinstance(part, dict) and part.get("type") in ("image_url", "file") for part in parts
+    )
 
 
 def _plain_role(message: Any) -> Any:

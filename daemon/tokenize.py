@@ -47,6 +47,9 @@ class TextCodec:
         self.source = text
         self._full = HFTokenizer.from_str(text)
         self._cuttable = _is_deepseek(table)
+        self._added = {int(token["id"]) for token in table.get("added_tokens") or ()}
+        by_letters = (table.get("decoder") or {}).get("type") == "ByteLevel"
+        self._letters = _byte_letters() if by_letters else {}
         table["added_tokens"] = []
         self._plain = HFTokenizer.from_str(json.dumps(table))
         self._cache: OrderedDict[tuple[int, int], bytes] = OrderedDict()
@@ -116,6 +119,22 @@ class TextCodec:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens spelt out."""
         return str(self._full.decode(list(ids), skip_special_tokens=False))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to the text; it may be a part of a character."""
+        letters = self._full.id_to_token(token_id) or ""
+        known = [self._letters.get(letter) for letter in letters]
+        if token_id in self._added or None in known:
+            return self.decode([token_id]).encode()
+        return bytes(byte for byte in known if byte is not None)
+
+
+def _byte_letters() -> dict[str, int]:
+    """Byte-level BPE's letter for each byte: itself if printable, else one from U+0100 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    rest = (byte for byte in range(256) if byte not in printable)
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
 def _is_deepseek(table: dict[str, Any]) -> bool:

@@ -102,11 +102,10 @@ class Choice:
 
 def _logprob_json(value: TokenLogprob, codec: TextCodec) -> dict[str, Any]:
     def one(token_id: int, logprob: float) -> dict[str, Any]:
-        text = codec.decode([token_id])
         return {
-            "token": text,
+            "token": codec.decode([token_id]),
             "logprob": openai.finite(logprob),
-            "bytes": list(text.encode()),
+            "bytes": list(codec.token_bytes(token_id)),
             "token_id": token_id,
         }
 

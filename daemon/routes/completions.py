@@ -88,7 +88,9 @@ def _logprobs(service: Service, event: Tokens, offset: int) -> dict[str, Any]:
     codec = service.text.codec
 
     def name(token_id: int) -> str:
-        return f"token_id:{token_id}" if codec is None else codec.decode([token_id])
+        if codec is None:
+            return f"token_id:{token_id}"
+        return openai.token_name(codec.token_bytes(token_id))
 
     return {
         "tokens": [name(p.token_id) for p in event.logprobs],

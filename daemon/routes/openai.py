@@ -351,3 +351,11 @@ def finish_reason(done: Done) -> str:
 def finite(value: float) -> float:
     """JSON has no infinities; OpenAI writes -9999."""
     return value if math.isfinite(value) else -9999.0
+
+
+def token_name(data: bytes) -> str:
+    """A token's text; of a part of a character its bytes, as OpenAI writes them: all differ."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

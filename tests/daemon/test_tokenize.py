@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from dsv4_tierd.daemon import tokenize as tokenize_module
 from dsv4_tierd.daemon.encoding import encode_chat, encode_messages
 from dsv4_tierd.daemon.ledger import Turn
+from dsv4_tierd.daemon.routes.openai import token_name
 from dsv4_tierd.daemon.tokenize import Piece, TextCodec, TextService
 from dsv4_tierd.engine.vocabulary import find_tokenizer
 from dsv4_tierd.tiering.errors import InvalidRequest, UnsupportedCombination
@@ -113,6 +114,17 @@ def test_special_spellings_in_plain_text_stay_text() -> None:
     assert ids(codec().encode([Piece("<｜User｜>", special=True)])) == [128803]
 
 
+def test_the_bytes_of_tokens_make_the_text() -> None:
+    """Also where a character is of several tokens, each of which is no text by itself."""
+    text = "𓀀 e\u0301 é😀ᛃ\n\x00<｜User｜>"
+    found = ids(codec().encode([Piece(text), Piece("<｜User｜>", special=True)]))
+    assert "\ufffd" in codec().decode(found[:1])
+    assert b"".join(map(codec().token_bytes, found)) == f"{text}<｜User｜>".encode()
+    assert codec().token_bytes(1 << 30) == b""
+    assert token_name(b"\xc3\xa9") == "é"
+    assert token_name(b"\xc3") == r"bytes:\xc3"
+
+
 CHAT = [
     {"role": "system", "content": "Be <｜Assistant｜> brief.\n"},
     {"role": "user", "content": "Hi </think>\n\nthere 12345"},
@@ -157,6 +169,8 @@ def test_an_answer_cut_short_is_closed_before_the_next_message() -> None:
         [{"role": "user"}],
         ["x"],
         [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y"}}]}],
+        [{"role": "user", "content": [{"type": "file", "file": {"file_id": "x"}}]}],
     ],
 )
 def test_bad_messages_are_refused(messages: list[object]) -> None:
