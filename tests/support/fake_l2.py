@@ -46,14 +46,16 @@ class Bucket:
 class FakeKit:
     """A ``Toolkit`` on a bucket.
 
-    ``refuses``: no adapter can be made. ``hangs``: tasks never end. ``dead``: as a client that
-    lost its server: stores fail, everything else is "not there". ``dead`` ends with the adapter
-    unless ``stays_dead``.
+    ``refuses``: no adapter can be made. ``hangs``: tasks never end. Not ``takes_tasks``: to give it
+    one blocks. ``dead``: as a client that lost its server: stores fail, everything else is "not
+    there". ``dead`` ends with the adapter unless ``stays_dead``.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.refuses = self.hangs = self.stays_dead = False
+        self.takes_tasks = threading.Event()
+        self.takes_tasks.set()
         self.adapters: list[FakeAdapter] = []
         self.before_store: Callable[[list[Name]], None] = lambda names: None
 
@@ -153,6 +155,7 @@ class FakeAdapter:
             os.close(fd)
 
     def _submit(self, work: Callable[[int], None], fd: int) -> int:
+        self._kit.takes_tasks.wait()
         with self._lock:
             self._task += 1
             task = self._task

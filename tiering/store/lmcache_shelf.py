@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import select
 import threading
 import time
@@ -54,7 +55,7 @@ class Toolkit(Protocol):
 
 
 class _Session:
-    """One adapter, and a thread that hands its results to those who wait for them."""
+    """One adapter, a thread that gives it tasks, which may block, another for their results."""
 
     def __init__(self, adapter: Any) -> None:
         self.adapter = adapter
@@ -64,26 +65,55 @@ class _Session:
             "lookup": {},
             "load": {},
         }
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._run, name="store-lmcache", daemon=True)
-        self._thread.start()
+        names = {"store-lmcache-ask": self._ask, "store-lmcache": self._run}
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True) for name, run in names.items()
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, kind: str, task: Callable[[], int], memory: object) -> Future[Any]:
-        """Begin a task; ``memory`` lives until its end, or the adapter's."""
+        """Begin a task soon; ``memory`` lives until its end, or the adapter's."""
         answer: Future[Any] = Future()
-        with self._lock:
-            self._pending[kind][task()] = (answer, memory)
+
+        def ask() -> None:
+            try:
+                with self._lock:  # it may be done before its number is known
+                    self._pending[kind][task()] = (answer, memory)
+            except Exception as error:  # noqa: BLE001 it is the caller's
+                answer.set_exception(error)
+
+        self._asked.put(ask)
         return answer
+
+    def unlock(self, keys: list[Any]) -> None:
+        """Let go of what a lookup found; soon, and nobody waits for it."""
+
+        def ask() -> None:
+            try:
+                self.adapter.submit_unlock(keys)
+            except Exception as error:  # noqa: BLE001 it is foreign
+                log.debug("store: unlocking in an LMCache adapter: %s", error)
+
+        self._asked.put(ask)
 
     def close(self) -> None:
         """End the adapter; may take as long as it likes."""
+        self._asked.put(None)
+        self._threads[0].join()
         os.eventfd_write(self._stop_fd, 1)
-        self._thread.join()
+        self._threads[1].join()
         try:
             self.adapter.close()
         except Exception as error:  # noqa: BLE001 it is foreign, and gone
             log.debug("store: closing an LMCache adapter: %s", error)
         os.close(self._stop_fd)
+
+    def _ask(self) -> None:
+        while (ask := self._asked.get()) is not None:
+            ask()
 
     def _run(self) -> None:
         fds: dict[int, Callable[[], None]] = {
@@ -223,7 +253,7 @@ class AdapterShelf:
         locked = [key for key, is_there in zip(keys, there, strict=True) if is_there]
         session = self._session
         if locked and session is not None:
-            session.adapter.submit_unlock(locked)
+            session.unlock(locked)
         return there
 
     def delete(self, names: Sequence[Name]) -> None:

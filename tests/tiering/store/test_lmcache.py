@@ -158,11 +158,16 @@ def test_nothing_is_visible_before_its_bytes_are_there(bucket: Bucket) -> None:
         each.close()
 
 
-def test_tasks_that_never_end_cost_one_deadline(store: LMCacheStore, kit: FakeKit) -> None:
-    """Then every call fails at once, until a new adapter answers; no restart is needed."""
+@pytest.mark.parametrize("taken", [True, False])
+def test_tasks_that_never_end_cost_one_deadline(
+    store: LMCacheStore, kit: FakeKit, taken: bool
+) -> None:
+    """Taken or not, every call then fails at once until a new adapter answers; no restart."""
     items = chain("a", 10)
     store.put(items)
     kit.hangs = True
+    if not taken:
+        kit.takes_tasks.clear()
     begun = time.monotonic()
     for item in items:
         with pytest.raises(StoreUnavailable):
@@ -172,6 +177,7 @@ def test_tasks_that_never_end_cost_one_deadline(store: LMCacheStore, kit: FakeKi
     assert time.monotonic() - begun < 2 * DEADLINE_S + SLACK_S
     assert not store.usage().up
     kit.hangs = False
+    kit.takes_tasks.set()
     eventually(lambda: store.usage().up)
     assert [read(store, item) for item in items] == [item.payload for item in items]
     assert len(kit.adapters) > 1
