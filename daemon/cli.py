@@ -370,6 +370,19 @@ _prefix_verb(
 _prefix_verb("unpin", "Let it go again.", partial(Prefixes.pin, pinned=False))
 
 
+@prefix_app.command("purge")
+def prefix_purge(
+    salt: Annotated[str, typer.Argument(help='The tenant\'s cache_salt; "" for none.')],
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Forget all that is cached and stored for a tenant that has no sessions."""
+    with err.status("purging"):
+        found = ask(url, api_key, lambda t: t.prefixes.purge(salt))
+    show(found, as_json)
+
+
 def main() -> None:
     """The console script."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")

@@ -34,6 +34,12 @@ class Prefixes:
         found: Json = await self._client.call("POST", f"/v1/prefixes/{verb}", _octets_of(words))
         return found
 
+    async def purge(self, cache_salt: str) -> Json:
+        """Forget all that is cached and stored for a tenant ("": of none) without sessions."""
+        body = {"cache_salt": cache_salt}
+        found: Json = await self._client.call("POST", "/v1/prefixes/purge", body, wait="true")
+        return found
+
     async def explain(self, a: Json, b: Json) -> Json:
         """Two prompts (messages, text or token_ids each): where they first differ."""
         found: Json = await self._client.call("POST", "/v1/prefixes/explain", {"a": a, "b": b})

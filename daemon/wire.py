@@ -104,6 +104,10 @@ class Lookup(Input):
     cache_salt: str | None = None
 
 
+class Purge(Body):
+    cache_salt: str
+
+
 class Explain(Body):
     a: Input
     b: Input

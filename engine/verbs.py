@@ -363,7 +363,11 @@ class Verbs:
         )
 
     def _purge(self, message: m.PurgeSalt) -> m.Ack | None:
-        return self._when_gone(message.op_id, self._engine.retention.purge(message.salt))
+        op_id, deletion = message.op_id, self._engine.retention.purge(message.salt)
+        if deletion is None:
+            return m.Ack(op_id=op_id, purged=0)
+        self._when_done(op_id, deletion, lambda count: m.Ack(op_id=op_id, purged=count))
+        return None
 
     def _drain(self, message: m.Drain) -> None:
         """Let requests end until the deadline, then suspend every session to the store."""

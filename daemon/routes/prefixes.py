@@ -1,4 +1,4 @@
-"""``/v1/prefixes``: how much of some words is cached, bringing it nearer, keeping it stored."""
+"""``/v1/prefixes``: how much of some words is cached; to bring it nearer, keep it, forget it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dsv4_tierd.daemon.middleware import json_response
 from dsv4_tierd.daemon.operations import new_operation
 from dsv4_tierd.daemon.routes.common import ids_of, is_octets, long_verb, salt_of, service_of
 from dsv4_tierd.daemon.transcript import ID_BYTES
-from dsv4_tierd.engine.messages import LookupPrefix, PinPrefix, WarmPrefix
+from dsv4_tierd.engine.messages import LookupPrefix, PinPrefix, PurgeSalt, WarmPrefix
 from dsv4_tierd.tiering.errors import (
     InvalidRequest,
+    PreconditionFailed,
     UnsupportedCombination,
 )
 
@@ -88,6 +89,22 @@ async def pin(request: web.Request) -> web.Response:
     return json_response({"pinned": pinned, "tokens": ack.stored_tokens})
 
 
+async def purge(request: web.Request) -> web.Response:
+    """Forget all that is cached and stored for a tenant without sessions here; an operation."""
+    service = service_of(request)
+    salt = salt_of(request, wire.decode(await request.read(), wire.Purge).cache_salt)
+    count = sum(session.salt == salt for session in service.sessions)
+    if count:
+        raise PreconditionFailed(f"the tenant has sessions here, {count}: delete them first")
+    bridge = service.bridge()
+
+    async def work() -> dict[str, Any]:
+        ack = await bridge.ask(lambda op: PurgeSalt(op_id=op, salt=salt))
+        return {"objects": ack.purged}
+
+    return await long_verb(request, new_operation("purge", salt, None), work())
+
+
 def add_routes(app: web.Application) -> None:
     """Register this module's routes."""
     app.add_routes(
@@ -95,5 +112,6 @@ def add_routes(app: web.Application) -> None:
             web.post("/v1/prefixes/lookup", lookup),
             web.post("/v1/prefixes/warm", warm),
             web.post("/v1/prefixes/{verb:pin|unpin}", pin),
+            web.post("/v1/prefixes/purge", purge),
         ]
     )

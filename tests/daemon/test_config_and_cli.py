@@ -157,6 +157,11 @@ async def test_the_command_line(daemon: Daemon, tmp_path: Path) -> None:
     for verb in ("pin", "unpin"):
         code, text = await run_cli(daemon, "prefix", verb, str(file), "--ids", "--json")
         assert (code, json.loads(text)) == (0, {"pinned": verb == "pin", "tokens": 512})
+    code, text = await run_cli(daemon, "prefix", "purge", "tenant", "--json")
+    assert (code, json.loads(text)) == (0, {"objects": 7})
+    code, text = await run_cli(daemon, "prefix", "purge", "")
+    assert code == 1
+    assert "the tenant has sessions here, 1: delete them first" in text
     code, text = await run_cli(daemon, "store", "verify")
     assert (code, text.strip()) == (0, "9 objects, 4.0 KiB read, 0 bad")
     code, text = await run_cli(daemon, "store", "gc")

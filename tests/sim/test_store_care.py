@@ -14,7 +14,7 @@ from small_models import Model, text
 from store_cases import chain, open_disk
 from tiered_cases import open_settled
 from truth import assert_true, make_world
-from world import World
+from world import World, ids_bytes
 
 WORDS = text(7, 1100)
 OPENERS = {"disk": open_disk, "tiered": open_settled}
@@ -43,6 +43,30 @@ def test_every_object_of_every_tier_is_read(micro: Model, tmp_path: Path, kind: 
     first, second = tended(world, "gc"), tended(world, "gc")
     assert first["bytes_after"] == second["bytes_before"] == second["bytes_after"]
     assert tended(world, "verify") == found
+    world.tiers.coordinator.close()
+
+
+@pytest.mark.parametrize("kind", OPENERS)
+def test_a_purged_tenant_has_nothing_anywhere(micro: Model, tmp_path: Path, kind: str) -> None:
+    """Its blocks are in no tier and in no file; those of others stay, and it may begin anew."""
+    world = make_world(micro, OPENERS[kind](tmp_path))
+    for salt in ("a", "b"):
+        session = world.open(salt=salt)
+        world.generate(session, WORDS, 1)
+        world.settle()
+        world.op(m.CloseSession, session_id=session)
+    count = world.op(m.PurgeSalt, salt="a").purged
+    assert count is not None
+    assert count >= 4
+    asked = {"token_ids": ids_bytes(WORDS)}
+    matched = [world.op(m.LookupPrefix, salt=salt, **asked).matched for salt in ("a", "b")]
+    assert [found and found.matched_tokens for found in matched] == [0, 1024]
+    usage = world.tiers.coordinator.store_usage()
+    assert usage is not None
+    assert tended(world, "verify")["objects"] == (2 if kind == "tiered" else 1) * usage.objects
+    assert world.op(m.PurgeSalt, salt="a").purged == 0
+    assert world.generate(world.open(salt="a"), WORDS, 1).usage.computed_tokens == len(WORDS)
+    world.settle()
     world.tiers.coordinator.close()
 
 

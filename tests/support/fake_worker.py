@@ -207,7 +207,7 @@ class FakeWorker:
                 )
             case Audit():
                 self.counters["audits"] += 1
-            case ResumeSession() | PurgeSalt() | Drain():
+            case ResumeSession() | Drain():
                 pass
             case _:
                 return self.answer_of_tiers(m)
@@ -234,6 +234,8 @@ class FakeWorker:
             case PinPrefix():
                 n = len(m.token_ids) // 4 // 256 * 256
                 return Ack(op_id=m.op_id, stored_tokens=n)
+            case PurgeSalt():
+                return Ack(op_id=m.op_id, purged=7)
             case TendStore(verb="verify"):
                 bad = ["page 00ff: checksum"] if self.config.model == "rotten" else []
                 return Ack(op_id=m.op_id, tended={"objects": 9, "bytes_read": 4096, "bad": bad})
