@@ -69,11 +69,18 @@ class Call:
 
 
 async def read_call(request: web.Request) -> Call:
-    """What is neither octets nor a JSON object is for the daemon to refuse."""
+    """What is neither octets nor a JSON object is for the daemon to refuse.
+
+    Not so a header that is no text: it would not arrive there, and a tenant's salt would be none.
+    """
+    try:
+        "".join(request.headers.values()).encode()
+    except UnicodeEncodeError as error:
+        raise web.HTTPBadRequest(text="a header is not UTF-8") from error
     data, body = await request.read(), {}
     octets = is_octets(request)
     if not octets:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             body = json.loads(data or b"{}")
         body = body if isinstance(body, dict) else {}
     words, kind = (data, OCTETS) if octets else words_of(body)
@@ -112,7 +119,9 @@ def place_of(request: web.Request, body: dict[str, Any]) -> str | None:
     else:
         name = body.get("session_id") or request.headers.get("X-Session-Id")
         name = name or request.headers.get("x-claude-code-session-id")
-    return f"/v1/sessions/{quote(name, safe='')}" if name and isinstance(name, str) else None
+    if not name or not isinstance(name, str):
+        return None
+    return f"/v1/sessions/{quote(name, safe='', errors='surrogatepass')}"
 
 
 class Router:
@@ -281,7 +290,8 @@ def make_app(urls: Sequence[str]) -> web.Application:
 
     async def lifetime(app: web.Application) -> AsyncIterator[None]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
-        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=True) as http:
+        every = aiohttp.TCPConnector(limit=0)  # a stream may be open for hours
+        async with aiohttp.ClientSession(timeout=timeout, connector=every) as http:
             app[ROUTER] = Router(urls, http)
             yield
 
@@ -304,7 +314,9 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--listen", type=int, default=8099, help="Port.")
     arguments = parser.parse_args()
-    web.run_app(make_app(arguments.urls), host=arguments.host, port=arguments.listen)
+    app = make_app(arguments.urls)
+    # Who leaves is left at the daemon too, which then cancels the request.
+    web.run_app(app, host=arguments.host, port=arguments.listen, handler_cancellation=True)
 
 
 if __name__ == "__main__":

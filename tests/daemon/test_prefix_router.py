@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import io
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import ModuleType
@@ -350,6 +351,60 @@ async def test_slow_and_dead_daemons_are_passed_over(rig: Rig) -> None:
     status, _, text = await rig.ask("POST", "/v1/completions", json={"prompt": [1]})
     assert (status, text) == (503, "no daemon can be reached")
     assert (await rig.ask("POST", "/v1/completions", data=b"{not json"))[0] == 503
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"session_id": "\\ud800"}'])
+async def test_a_strange_body_is_for_the_daemon_to_refuse(rig: Rig, body: bytes) -> None:
+    """What is nested too deeply and a name that is no text are passed on."""
+    headers = {"Content-Type": "application/json"}
+    status, went_to, _ = await rig.ask("POST", "/v1/x", data=body, headers=headers)
+    assert (status, went_to) == (200, "one")
+
+
+async def test_a_header_that_is_no_text_is_refused(rig: Rig) -> None:
+    """It would arrive empty: a tenant of a bad name would be none."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", rig.router.port)
+    writer.write(b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Cache-Salt: \xff\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 400")
+    writer.close()
+    assert not rig.fakes[0].requests
+
+
+async def test_any_number_of_streams_leave_room_for_one_more(tmp_path: Path) -> None:
+    """More of them than a client's pool has connections by default."""
+    async with run_daemon(tmp_path) as daemon:
+        router = TestServer(prefix_router.make_app([daemon.url]))
+        await router.start_server()
+        many = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=many) as http, asyncio.timeout(60):
+            for name in "abcdefgh":
+                await daemon.ok("POST", "/v1/sessions", {"id": name})
+                for _ in range(13):
+                    answer = await http.get(router.make_url(f"/v1/sessions/{name}/events"))
+                    assert answer.status == 200
+            async with http.get(router.make_url("/health")) as answer:
+                assert answer.status == 200
+        await router.close()
+
+
+async def test_who_leaves_is_left_at_the_daemon_too(tmp_path: Path, unused_tcp_port: int) -> None:
+    """A request whose client has gone is cancelled, also one that is not streamed."""
+    async with run_daemon(tmp_path, "delay=0.01") as daemon:
+        listen = f"--listen={unused_tcp_port}"
+        router = await asyncio.create_subprocess_exec(
+            sys.executable, str(FILE), listen, daemon.url, stdout=asyncio.subprocess.PIPE
+        )
+        assert router.stdout is not None
+        await router.stdout.readline()
+        await daemon.ok("POST", "/v1/sessions", {"id": "a"})
+        url = f"http://127.0.0.1:{unused_tcp_port}/v1/sessions/a/generate"
+        body = {"token_ids": [5], "max_tokens": 100_000}
+        asking = asyncio.create_task(daemon.http.post(url, json=body))
+        await daemon.until(lambda: daemon.service.running)
+        asking.cancel()
+        await daemon.until(lambda: not daemon.service.running)
+        router.terminate()
+        await router.wait()
 
 
 async def test_with_real_daemons(tmp_path: Path) -> None:
