@@ -75,7 +75,7 @@ def _choice(service: Service, index: int, event: Tokens | Done, offset: int) -> 
         "index": index,
         "text": event.text,
         "logprobs": None,
-        "finish_reason": openai.finish_reason(event) if isinstance(event, Done) else None,
+        "finish_reason": event.finish_reason if isinstance(event, Done) else None,
     }
     if isinstance(event, Tokens):
         choice["token_ids"] = event.token_ids

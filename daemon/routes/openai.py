@@ -21,6 +21,7 @@ from dsv4_tierd.daemon.sessions import Session, SessionState, check_id
 from dsv4_tierd.daemon.transcript import ID_BYTES
 from dsv4_tierd.engine.messages import Done, Sampling, Tokens, Usage
 from dsv4_tierd.tiering.errors import (
+    Draining,
     InvalidRequest,
     NotFound,
     SessionBusy,
@@ -300,7 +301,8 @@ async def merged(
 ) -> AsyncIterator[tuple[int, RunEvent] | None]:
     """Events of all runs as they come, until each is Done; None for a sign of life.
 
-    An event's credit is given back when the caller has dealt with it.
+    An event's credit is given back when the caller has dealt with it. OpenAI has no word for an
+    answer that was cut off here, so that is an error: Draining.
     """
     queue: asyncio.Queue[tuple[int, RunEvent | TierError]] = asyncio.Queue(maxsize=1)
 
@@ -326,6 +328,11 @@ async def merged(
                 continue
             if isinstance(event, TierError):
                 raise event
+            if isinstance(event, Done) and event.finish_reason == "cancelled":
+                raise Draining(
+                    "the answer was cut off: the daemon drains, or its session was deleted",
+                    retry_after_s=5.0,
+                )
             yield index, event
             left -= isinstance(event, Done)
             if isinstance(event, Tokens):
@@ -341,11 +348,6 @@ def total_usage(prompt: Usage | None, ends: Sequence[Done]) -> dict[str, Any]:
     first = prompt or ends[0].usage
     drawn = sum(end.usage.completion_tokens for end in ends)
     return wire.usage_json(msgspec.structs.replace(first, completion_tokens=drawn))
-
-
-def finish_reason(done: Done) -> str:
-    """OpenAI's word for the end."""
-    return "stop" if done.finish_reason == "cancelled" else done.finish_reason
 
 
 def finite(value: float) -> float:

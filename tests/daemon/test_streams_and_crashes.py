@@ -255,6 +255,26 @@ async def test_an_engine_that_cannot_start_ends_the_daemon(tmp_path: Path) -> No
             await asyncio.wait_for(asyncio.shield(daemon.task), 10)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_an_answer_that_a_drain_cuts_off_is_no_answer(tmp_path: Path, path: str) -> None:
+    """OpenAI's clients know no such end: 503, or in a stream an error, never `stop`."""
+    words = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": [5]}
+    body = words | {"max_tokens": 10_000}
+    async with run_daemon(tmp_path, "delay=0.01", drain_s=0.5) as daemon:
+        whole = asyncio.create_task(daemon.call("POST", path, body))
+        streamed = asyncio.create_task(
+            daemon.http.post(daemon.url + path, json=body | {"stream": True})
+        )
+        await daemon.until(lambda: sum(bool(r.generated) for r in daemon.service.running) == 2)
+        await daemon.ok("POST", "/admin/drain")
+        status, found, _ = await whole
+        assert (status, found["error"]["code"]) == (503, "draining")
+        text = await (await streamed).text()
+        assert '"code":"draining"' in text
+        assert '"finish_reason":"stop"' not in text
+        assert "[DONE]" not in text
+
+
 async def test_draining_ends_requests_suspends_and_stops(tmp_path: Path) -> None:
     """Drain: new work is refused, what runs is cancelled in time, sessions are written down."""
     async with run_daemon(tmp_path, "delay=0.01", drain_s=1.0) as daemon:
