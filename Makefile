@@ -12,7 +12,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null \
 	&& echo $$p && break; done)
 PIP_ARGS ?=
-WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+# One a core, four at most; nproc believes OMP_NUM_THREADS.
+WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 ARGS ?=
 
 # Without a GPU a CPU build of torch is enough; the newest release may bring gigabytes of CUDA.

@@ -97,7 +97,13 @@ def test_a_redis_that_restarts_under_its_client() -> None:
 
 @pytest.mark.parametrize(
     ("fault", "byte"),
-    [(Fault.CUT_BEFORE, 0), (Fault.CUT_WITHIN, 9), (Fault.CUT_AFTER, 0), (Fault.CORRUPT_REPLY, 20)],
+    [
+        (Fault.CUT_BEFORE, 0),
+        (Fault.CUT_WITHIN, 9),
+        (Fault.CUT_AFTER, 0),
+        (Fault.CORRUPT_REPLY, 20),
+        (Fault.STALL, 0),
+    ],
 )
 def test_a_fault_at_every_command_to_a_redis(fault: Fault, byte: int) -> None:
     """Through LMCache's resp client: bounded, whole or not at all, right, back by itself.

@@ -334,9 +334,12 @@ def test_it_says_that_it_went_and_came(proxy: Proxy, caplog: pytest.LogCaptureFi
             store.put([item])
     proxy.go()
     eventually(lambda: store.usage().up)
-    said = [record.message for record in caplog.records]
-    assert len([line for line in said if "is away" in line]) == 1
-    assert len([line for line in said if "is connected" in line]) == 1
+
+    def said(words: str) -> int:
+        return sum(words in record.message for record in caplog.records)
+
+    eventually(lambda: said("is connected"))  # told when it is so already
+    assert (said("is away"), said("is connected")) == (1, 1)
     store.close()
 
 
