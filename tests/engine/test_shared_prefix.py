@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 import redis_servers
+from dsv4_tierd.engine.request import State
 from dsv4_tierd.tiering.coordinator import StoreLimits
 from dsv4_tierd.tiering.store.bundle import export_prefix, import_prefix, stored_leaf
 from dsv4_tierd.tiering.store.protocol import ObjectKind, PrefixStore
 from dsv4_tierd.tiering.store.tiered import TieredStore
 from fake_l2 import Bucket, open_fake
-from hostile_store import HostileStore
+from hostile_store import HostileStore, ManualExecutor
 from lmcache_cases import open_adapter
 from redis_cases import open_redis
 from small_models import Model, text
@@ -110,6 +111,31 @@ def test_one_computes_and_another_continues(model: Model, alone: list[int], shar
     answer, share = ask(second, WORDS)
     assert share >= 0.99
     assert answer == alone
+    stop(second)
+
+
+def test_a_restore_copies_what_came_while_the_rest_is_read(model: Model) -> None:
+    """Read, check and copy to the device overlap: a page is on the device a step after its read."""
+    store, words = HostileStore(), WORDS[:2085]
+    first = engine(model, store)
+    answer = first.generate(first.open(), words, ANSWER_TOKENS).token_ids
+    stop(first)
+    second = engine(model, store)
+    readers = ManualExecutor()
+    second.tiers.coordinator._readers = readers  # type: ignore[assignment]
+    name = second.submit(second.open(), words, ANSWER_TOKENS)
+    on_device = []
+    while second.engine.requests[name].state in (State.QUEUED, State.OPENING):
+        second.step()
+        seq = second.engine.requests[name].seq
+        assert seq is not None
+        if seq.began:
+            break
+        on_device.append(seq.restored)
+        assert readers.run_one()
+    assert [count for count in range(8) if count in on_device] == list(range(8))
+    second.run(name)
+    assert second.answers[name].token_ids == answer
     stop(second)
 
 
