@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _CANARY_BYTES = 64
 _QUESTIONS, _ROUNDS = 16, 4
+_LINGER_S = 5.0  # for tasks that were given up to end before their adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,10 @@ class _Session:
         """End the adapter; may take as long as it likes."""
         self._asked.put(None)
         self._threads[0].join()
+        # The S3 adapter's awscrt may crash the process if it is ended with requests on their way.
+        end = time.monotonic() + _LINGER_S
+        while any(self._pending.values()) and time.monotonic() < end:
+            time.sleep(0.05)
         os.eventfd_write(self._stop_fd, 1)
         self._threads[1].join()
         try:
