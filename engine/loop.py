@@ -124,7 +124,13 @@ class Engine:
 
     # ------------------------------------------------------------ admission
     def _admit(self) -> None:
-        for request in self.scheduler.admissible() if time.monotonic() >= self._admit_from else ():
+        if time.monotonic() >= self._admit_from:
+            self._open_what_fits()
+        for request in self.scheduler.expired():
+            self.fail(request, self.scheduler.refusal())
+
+    def _open_what_fits(self) -> None:
+        for request in self.scheduler.admissible():
             began = time.monotonic()
             try:
                 self._open(request)
@@ -134,8 +140,6 @@ class Engine:
                 break  # in order: it is the next to fit
             except TierError as error:
                 self.fail(request, error)
-        for request in self.scheduler.expired():
-            self.fail(request, self.scheduler.refusal())
 
     def _open(self, request: Request) -> None:
         session = request.session

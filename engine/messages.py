@@ -202,7 +202,7 @@ class TendStore(Message, frozen=True):
 
 
 class PurgeSalt(Message, frozen=True):
-    """Remove every cached and stored byte of one tenant. Ack with ``purged``: stored objects."""
+    """Remove every cached and stored byte of one tenant. Ack with ``removed``: stored objects."""
 
     op_id: int
     salt: str
@@ -341,7 +341,7 @@ class Ack(Message, frozen=True):
     matched: Matched | None = None
     warmed: Warmed | None = None
     tended: dict[str, Any] | None = None
-    purged: int | None = None
+    removed: int | None = None
     stats: Stats | None = None
 
     @classmethod

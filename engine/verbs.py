@@ -211,10 +211,10 @@ class Verbs:
         return tails
 
     def _when_gone(self, op_id: int, deletion: Future[int] | None) -> m.Ack | None:
-        """Ack once the stored bytes are gone; at once if there is no store."""
+        """Ack with ``removed`` once the stored bytes are gone; at once if there is no store."""
         if deletion is None:
-            return m.Ack(op_id=op_id)
-        self._when_done(op_id, deletion, lambda _: m.Ack(op_id=op_id))
+            return m.Ack(op_id=op_id, removed=0)
+        self._when_done(op_id, deletion, lambda count: m.Ack(op_id=op_id, removed=count))
         return None
 
     def _when_done(self, op_id: int, call: Future[T], answer: Callable[[T], m.Ack]) -> None:
@@ -363,11 +363,7 @@ class Verbs:
         )
 
     def _purge(self, message: m.PurgeSalt) -> m.Ack | None:
-        op_id, deletion = message.op_id, self._engine.retention.purge(message.salt)
-        if deletion is None:
-            return m.Ack(op_id=op_id, purged=0)
-        self._when_done(op_id, deletion, lambda count: m.Ack(op_id=op_id, purged=count))
-        return None
+        return self._when_gone(message.op_id, self._engine.retention.purge(message.salt))
 
     def _drain(self, message: m.Drain) -> None:
         """Let requests end until the deadline, then suspend every session to the store."""

@@ -100,7 +100,7 @@ async def purge(request: web.Request) -> web.Response:
 
     async def work() -> dict[str, Any]:
         ack = await bridge.ask(lambda op: PurgeSalt(op_id=op, salt=salt))
-        return {"objects": ack.purged}
+        return {"objects": ack.removed}
 
     return await long_verb(request, new_operation("purge", salt, None), work())
 

@@ -148,6 +148,22 @@ def test_a_stored_tail_of_words_that_were_taken_back_is_not_used(micro: Model) -
     finish(world)
 
 
+def reopened(
+    micro: Model,
+    world: World,
+    store: HostileStore,
+    session: str,
+    key: bytes | None,
+    **settings: object,
+) -> World:
+    """A new engine on the same store, which has the session and its stored tail."""
+    words = ids_bytes(world.tokens(session))
+    world.settle()
+    new = make_world(micro, store, **settings)
+    new.verbs.handle(m.OpenSession(session_id=session, token_ids=words, tail_key=key))
+    return new
+
+
 def test_a_deleted_session_leaves_no_older_tail_behind(micro: Model) -> None:
     """Suspended, continued, reopened by a new engine and deleted: its stored tail goes too."""
     store = HostileStore()
@@ -156,10 +172,7 @@ def test_a_deleted_session_leaves_no_older_tail_behind(micro: Model) -> None:
     world.generate(session, WORDS, 1)
     key = world.op(m.SuspendSession, session_id=session).tail_key
     world.generate(session, text(8, 3), 2)
-    words = ids_bytes(world.tokens(session))
-    world.settle()
-    world = make_world(micro, store)
-    world.verbs.handle(m.OpenSession(session_id=session, token_ids=words, tail_key=key))
+    world = reopened(micro, world, store, session, key)
     answer = world.generate(session, text(9, 3), 2)
     assert_true(micro, world, session, answer)
     assert world.op(m.CloseSession, session_id=session, drop_from=0).code is None
@@ -174,10 +187,7 @@ def test_a_refused_request_leaves_the_stored_tail_usable(micro: Model) -> None:
     session = world.open()
     world.generate(session, WORDS, 1)
     key = world.op(m.SuspendSession, session_id=session).tail_key
-    words = ids_bytes(world.tokens(session))
-    world.settle()
-    world = make_world(micro, store, max_batch=1)
-    world.verbs.handle(m.OpenSession(session_id=session, token_ids=words, tail_key=key))
+    world = reopened(micro, world, store, session, key, max_batch=1)
     running = world.submit(world.open(name="beside"), text(9, 20), 1000)
     world.step()
     patience, world.engine.scheduler.queue_timeout_s = world.engine.scheduler.queue_timeout_s, 0.0
@@ -231,9 +241,7 @@ def test_a_borrowed_tail_stays_when_a_fork_is_suspended_or_deleted(micro: Model)
     key = world.op(m.SuspendSession, session_id=source).tail_key
     assert key is not None
     words = ids_bytes(world.tokens(source))
-    world.settle()
-    world = make_world(micro, store)
-    world.verbs.handle(m.OpenSession(session_id=source, token_ids=words, tail_key=key))
+    world = reopened(micro, world, store, source, key)
     for fork in ("suspended", "deleted"):
         opening = m.OpenSession(session_id=fork, token_ids=words, tail_key=key, tail_borrowed=True)
         world.verbs.handle(opening)

@@ -55,7 +55,7 @@ def test_a_purged_tenant_has_nothing_anywhere(micro: Model, tmp_path: Path, kind
         world.generate(session, WORDS, 1)
         world.settle()
         world.op(m.CloseSession, session_id=session)
-    count = world.op(m.PurgeSalt, salt="a").purged
+    count = world.op(m.PurgeSalt, salt="a").removed
     assert count is not None
     assert count >= 4
     asked = {"token_ids": ids_bytes(WORDS)}
@@ -64,7 +64,7 @@ def test_a_purged_tenant_has_nothing_anywhere(micro: Model, tmp_path: Path, kind
     usage = world.tiers.coordinator.store_usage()
     assert usage is not None
     assert tended(world, "verify")["objects"] == (2 if kind == "tiered" else 1) * usage.objects
-    assert world.op(m.PurgeSalt, salt="a").purged == 0
+    assert world.op(m.PurgeSalt, salt="a").removed == 0
     assert world.generate(world.open(salt="a"), WORDS, 1).usage.computed_tokens == len(WORDS)
     world.settle()
     world.tiers.coordinator.close()

@@ -235,7 +235,7 @@ class FakeWorker:
                 n = len(m.token_ids) // 4 // 256 * 256
                 return Ack(op_id=m.op_id, stored_tokens=n)
             case PurgeSalt():
-                return Ack(op_id=m.op_id, purged=7)
+                return Ack(op_id=m.op_id, removed=7)
             case TendStore(verb="verify"):
                 bad = ["page 00ff: checksum"] if self.config.model == "rotten" else []
                 return Ack(op_id=m.op_id, tended={"objects": 9, "bytes_read": 4096, "bad": bad})

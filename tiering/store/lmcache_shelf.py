@@ -68,12 +68,10 @@ class _Session:
         }
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        names = {"store-lmcache-ask": self._ask, "store-lmcache": self._run}
-        self._threads = [
-            threading.Thread(target=run, name=name, daemon=True) for name, run in names.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._asking = threading.Thread(target=self._ask, name="store-lmcache-ask", daemon=True)
+        self._answering = threading.Thread(target=self._run, name="store-lmcache", daemon=True)
+        self._asking.start()
+        self._answering.start()
 
     def submit(self, kind: str, task: Callable[[], int], memory: object) -> Future[Any]:
         """Begin a task soon; ``memory`` lives until its end, or the adapter's."""
@@ -103,13 +101,13 @@ class _Session:
     def close(self) -> None:
         """End the adapter; may take as long as it likes."""
         self._asked.put(None)
-        self._threads[0].join()
+        self._asking.join()
         # The S3 adapter's awscrt may crash the process if it is ended with requests on their way.
         end = time.monotonic() + _LINGER_S
         while any(self._pending.values()) and time.monotonic() < end:
             time.sleep(0.05)
         os.eventfd_write(self._stop_fd, 1)
-        self._threads[1].join()
+        self._answering.join()
         try:
             self.adapter.close()
         except Exception as error:  # noqa: BLE001 it is foreign, and gone
